@@ -1,0 +1,55 @@
+# kvd: `make demo` and `make test` work on a fresh clone with python3 (3.11 or later), its venv module, and make.
+# PYTHON=/path/to/python3.12 make test   chooses the interpreter of a new .venv.
+# Works with make 3.81 (macOS): no features of later versions.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help demo test check format bench clean
+
+help:
+	@echo "make demo    install into .venv and show an agent's context surviving kill -9"
+	@echo "make test    everything CI runs"
+	@echo "make check   format, lint, types, layers, documentation, file sizes"
+	@echo "make format  rewrite the sources as 'make check' wants them"
+	@echo "make bench   the figures the README quotes"
+	@echo "make clean   remove .venv and every generated file"
+
+# The stamp is written last, so an interrupted install starts afresh; it depends on pyproject.toml, so a changed
+# dependency is installed by the next call.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "kvd needs Python 3.11 or later: PYTHON=/path/to/python make ..." >&2; exit 1; }
+	@echo "installing into $(VENV) with $(PYTHON) (one time, about 250 MB to download)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV) \
+	  || { echo "cannot make a venv; on Debian: apt install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/kvd demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/check_size.py
+	$(BIN)/python -m pytest tests/test_layers.py tests/test_docs.py tests/test_public_surface.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/kvd bench ppl
+	$(BIN)/kvd bench ttft
+
+clean:
+	rm -rf $(VENV) build dist client/build client/dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf kvd.egg-info client/*.egg-info
+	find kvd client tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""The thin client of the kvd daemon: speaks its Unix-socket protocol, needs msgpack (and click for the commands).
+
+- `client`, `async_client`: `Client` and `AsyncClient`, one method for each method of the daemon.
+- `calls`: the methods as values, shared by both clients, no I/O.
+- `transport`, `async_transport`: one connection each, used by any number of calls at a time.
+- `results`, `stream`: typed results and stream events.
+- `errors`: one exception class for each error of the protocol, and those of this end.
+- `paths`: where daemon and client look for the data folder and the socket.
+- `wire`: the protocol without I/O, used by the daemon too.
+- `cli`, `cli_text`, `cli_agents`, `cli_common`: the `kvd-client` commands.
+
+May import msgpack, click (the commands only) and the standard library; never kvd, mlx or numpy. Importing the package
+loads neither click nor asyncio: `AsyncClient` is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd_client.client import Client, GenerateStream
+from kvd_client.errors import (
+    CallTimeout,
+    Cancelled,
+    ConnectionLost,
+    DaemonUnreachable,
+    KvdClientError,
+    RemoteError,
+)
+from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics
+
+if TYPE_CHECKING:
+    from kvd_client.async_client import AsyncClient, AsyncGenerateStream
+
+__all__ = [
+    "AgentInfo",
+    "AsyncClient",
+    "AsyncGenerateStream",
+    "CallTimeout",
+    "Cancelled",
+    "Client",
+    "ConnectionLost",
+    "DaemonUnreachable",
+    "GenerateResult",
+    "GenerateStream",
+    "Health",
+    "InjectResult",
+    "KvdClientError",
+    "RemoteError",
+    "Statistics",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name in ("AsyncClient", "AsyncGenerateStream"):
+        from kvd_client import async_client
+
+        return getattr(async_client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

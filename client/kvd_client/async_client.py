@@ -1,0 +1,290 @@
+"""The asyncio client: the same methods as `Client`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self, TypeVar, Unpack
+
+from kvd_client import calls
+from kvd_client.async_transport import AsyncTransport, connect
+from kvd_client.calls import Call, ChatOptions, Options, Progress
+from kvd_client.paths import resolve_socket
+from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics
+from kvd_client.stream import StreamEvent
+from kvd_client.wire import StreamReceived
+
+T = TypeVar("T")
+
+
+class AsyncGenerateStream:
+    """A `generate` or `chat` that is sent when it is first iterated or entered. Made by `AsyncClient` only.
+
+    Leaving early, by `close`, the end of an `async with` block, an exception in or a cancellation of the task that
+    iterates, cancels the call in the daemon, which keeps what it computed. After `break` out of an `async for` that
+    happens in the next turn of the event loop.
+    """
+
+    def __init__(self, client: AsyncClient, call: Call[GenerateResult]) -> None:
+        self._client, self._call = client, call
+        self._transport: AsyncTransport | None = None
+        self._progress: Progress[GenerateResult] | None = None
+        self._id = 0
+        self._done = False
+        self._result: GenerateResult | None = None
+
+    async def _start(self) -> Progress[GenerateResult]:
+        if self._progress is None:
+            self._transport = await self._client.connect()
+            self._progress = Progress(self._call)
+            self._id = self._transport.send_request(self._call.method, self._call.params)
+        return self._progress
+
+    async def result(self) -> GenerateResult:
+        """The result; waits for it, dropping events that were not taken.
+
+        Raises:
+            RemoteError: the call failed or was left early.
+        """
+        async for _ in self:
+            pass
+        if self._result is None:
+            raise calls.given_up()
+        return self._result
+
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        try:
+            while not self._done:
+                progress = await self._start()
+                assert self._transport is not None
+                message = await self._transport.next_message(self._id, self._client.timeout_s)
+                if isinstance(message, StreamReceived):
+                    yield progress.event(message.event)
+                else:
+                    self._done = True
+                    self._transport.forget(self._id)
+                    self._result = progress.result(message)
+        finally:
+            self.close()
+
+    def cancel(self) -> None:
+        """Ask the daemon to stop at its next step; returns at once. The iteration goes on to its end."""
+        if self._transport is not None and not self._done:
+            self._transport.cancel(self._id)
+
+    def close(self) -> None:
+        """Leave: cancels the call unless it is done."""
+        self.cancel()
+        if self._transport is not None and not self._done:
+            self._transport.forget(self._id)
+        self._done = True
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+
+class AsyncClient:
+    """A connection to a kvd daemon, made at the first call and made anew when the daemon was restarted in between.
+
+    Any number of tasks of one event loop may call at a time. Cancelling a task that waits cancels its call in the
+    daemon. A call that was under way when the daemon went away raises `ConnectionLost` and is not repeated.
+
+    Args:
+        socket: path of the daemon's socket; else `KVD_SOCKET`, else `kvd.sock` in `KVD_DATA_DIR`, else the platform's
+            default.
+        namespace: the sharing domain of agents named in calls that give none.
+        timeout_s: seconds to wait for the connection and for each next message of a call; None waits.
+    """
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None = None,
+        namespace: str = "default",
+        timeout_s: float | None = None,
+    ) -> None:
+        self.socket = resolve_socket(socket)
+        self.namespace = namespace
+        self.timeout_s = timeout_s
+        self._transport: AsyncTransport | None = None
+        self._connecting = asyncio.Lock()
+
+    # ---- text ----
+
+    async def generate(
+        self, agent: str, text: str, *, namespace: str | None = None, **options: Unpack[Options]
+    ) -> GenerateResult:
+        """Continue `text`, the agent's whole text so far with its bytes unchanged.
+
+        Raises:
+            RemoteError: the daemon refused; see `kvd_client.errors`.
+            DaemonUnreachable: nobody answers.
+        """
+        return await self._run(calls.generate(agent, text, namespace or self.namespace, options))
+
+    def generate_stream(
+        self, agent: str, text: str, *, namespace: str | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerateStream:
+        """As `generate`, as it is made: yields events, then has `await stream.result()`."""
+        return AsyncGenerateStream(self, calls.generate(agent, text, namespace or self.namespace, options))
+
+    async def chat(
+        self,
+        agent: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        namespace: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> GenerateResult:
+        """Answer the last of `messages`, the agent's whole conversation; raises as `generate`."""
+        return await self._run(calls.chat(agent, messages, namespace or self.namespace, options))
+
+    def chat_stream(
+        self,
+        agent: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        namespace: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerateStream:
+        """As `chat`, as it is made: yields events, then has `await stream.result()`."""
+        return AsyncGenerateStream(self, calls.chat(agent, messages, namespace or self.namespace, options))
+
+    async def inject(
+        self,
+        agent: str,
+        text: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        namespace: str | None = None,
+    ) -> InjectResult:
+        """Append text or messages to the agent and compute their KV without generating."""
+        return await self._run(calls.inject(agent, text, messages, namespace or self.namespace))
+
+    async def tokenize(self, text: str) -> list[int]:
+        """The model's token ids of `text`."""
+        return await self._run(calls.tokenize(text))
+
+    # ---- agents ----
+
+    async def agents(self, namespace: str | None = None) -> list[AgentInfo]:
+        """All agents, or those of one namespace."""
+        return await self._run(calls.list_agents(namespace))
+
+    async def agent_info(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """One agent."""
+        return await self._run(calls.on_agent("info", agent, namespace or self.namespace))
+
+    async def fork(
+        self, agent: str, new_agent: str, tokens: int | None = None, *, namespace: str | None = None
+    ) -> AgentInfo:
+        """Make `new_agent` share the first `tokens` tokens (all) of `agent`; returns the new one."""
+        call = calls.on_agent("fork", agent, namespace or self.namespace, new_agent=new_agent, tokens=tokens)
+        return await self._run(call)
+
+    async def rollback(self, agent: str, tokens: int, *, namespace: str | None = None) -> AgentInfo:
+        """Cut the agent to its first `tokens` tokens."""
+        return await self._run(calls.on_agent("rollback", agent, namespace or self.namespace, tokens=tokens))
+
+    async def pin(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Load the agent's pages and keep them in RAM."""
+        return await self._run(calls.on_agent("pin", agent, namespace or self.namespace))
+
+    async def unpin(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Take the pin back."""
+        return await self._run(calls.on_agent("unpin", agent, namespace or self.namespace))
+
+    async def prefetch(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Load the agent's pages while there is room: a hint before a call."""
+        return await self._run(calls.on_agent("prefetch", agent, namespace or self.namespace))
+
+    async def evict(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Write the agent's pages to disk and free their RAM."""
+        return await self._run(calls.on_agent("evict", agent, namespace or self.namespace))
+
+    async def delete(self, agent: str, *, namespace: str | None = None) -> None:
+        """Forget the agent, in RAM and on disk."""
+        await self._run(calls.delete(agent, namespace or self.namespace))
+
+    # ---- the daemon ----
+
+    async def hello(self, client: str = "kvd-client") -> dict[str, Any]:
+        """Say who calls; returns the daemon's versions and recorded choices."""
+        return await self._run(calls.hello(client))
+
+    async def residency(self, agent: str | None = None, *, namespace: str | None = None) -> dict[str, Any]:
+        """Which pages are in RAM, on disk or under way, of one agent or of all."""
+        return await self._run(calls.residency(agent, namespace or self.namespace))
+
+    async def statistics(self) -> Statistics:
+        """Figures since the daemon's start."""
+        return await self._run(calls.statistics())
+
+    async def model_info(self) -> dict[str, Any]:
+        """The model the daemon has loaded."""
+        return await self._run(calls.mapping("model.info"))
+
+    async def health(self) -> Health:
+        """Whether the daemon can generate now."""
+        return await self._run(calls.health())
+
+    async def drain(self) -> dict[str, Any]:
+        """Let the daemon finish what runs and take no new work."""
+        return await self._run(calls.mapping("drain"))
+
+    async def shutdown(self) -> dict[str, Any]:
+        """Stop the daemon; what is committed stays."""
+        return await self._run(calls.mapping("shutdown"))
+
+    async def call(self, method: str, params: Mapping[str, object] | None = None) -> Any:  # noqa: ANN401  (any result)
+        """Any method by its name; its stream events are dropped."""
+        return await self._run(calls.raw(method, params or {}))
+
+    # ---- the connection ----
+
+    async def close(self) -> None:
+        """Close the connection, which cancels what is in flight; a later call connects again."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    async def connect(self) -> AsyncTransport:
+        """The connection, made when there is none; calls do this by themselves.
+
+        Raises:
+            DaemonUnreachable: nobody answers.
+        """
+        async with self._connecting:
+            if self._transport is None or not self._transport.is_usable:
+                self._transport = await connect(self.socket, self.timeout_s)
+            return self._transport
+
+    async def _run(self, call: Call[T]) -> T:
+        transport = await self.connect()
+        progress = Progress(call)
+        request_id = transport.send_request(call.method, call.params)
+        done = False
+        try:
+            while isinstance(message := await transport.next_message(request_id, self.timeout_s), StreamReceived):
+                progress.event(message.event)
+            done = True
+            return progress.result(message)
+        finally:
+            if not done:
+                transport.cancel(request_id)
+            transport.forget(request_id)

@@ -1,0 +1,150 @@
+"""One asyncio connection. Messages wait in a queue per call; nothing here blocks and no task runs in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from kvd_client.errors import CallTimeout, connection_lost, local_error, remote_error, unreachable
+from kvd_client.paths import start_command
+from kvd_client.transport import Failure, Message, check_owner, encode_request
+from kvd_client.wire import Connection, ErrorNotified, ProtocolError, ResponseReceived, StreamReceived
+
+
+class AsyncTransport(asyncio.Protocol):
+    """A connection and the calls in flight on it. Owner: `AsyncClient`; to be used on its event loop only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._wire = Connection()
+        self._inboxes: dict[int, asyncio.Queue[Message | None]] = {}
+        self._failure: Failure | None = None
+        self._socket: asyncio.Transport | None = None
+        self._closed = asyncio.get_running_loop().create_future()
+
+    # ---- asyncio calls these ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is connected."""
+        assert isinstance(transport, asyncio.Transport)
+        self._socket = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Hand out what the bytes say."""
+        try:
+            self._wire.feed(data)
+            while (event := self._wire.next_event()) is not None:
+                if isinstance(event, StreamReceived | ResponseReceived):
+                    inbox = self._inboxes.get(event.request_id)
+                    if inbox is not None:
+                        inbox.put_nowait(event)
+                elif isinstance(event, ErrorNotified):
+                    self._fail(partial(remote_error, event.error))
+        except ProtocolError as error:
+            text = f"the daemon broke the protocol: {error.message}"
+            self._fail(partial(local_error, "protocol", text))
+            self._abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is closed."""
+        self._fail(self._lost(str(exc) if exc is not None else "it closed the connection"))
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    # ---- what the client uses ----
+
+    @property
+    def is_usable(self) -> bool:
+        """False when the connection is broken or closed."""
+        return self._failure is None and self._socket is not None and not self._socket.is_closing()
+
+    def send_request(self, method: str, params: Mapping[str, object]) -> int:
+        """Send a request; its messages are then to be taken with `next_message` until the response came.
+
+        Raises:
+            InvalidText, InvalidParams: the parameters cannot be sent; nothing was.
+            ConnectionLost: the daemon is gone.
+        """
+        if self._failure is not None:
+            raise self._failure()
+        request_id, data = encode_request(self._wire, method, params)
+        self._inboxes[request_id] = asyncio.Queue()
+        self._write(data)
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Tell the daemon that the call is not wanted any more; never raises."""
+        if self.is_usable:
+            self._write(self._wire.send_cancel(request_id))
+
+    def forget(self, request_id: int) -> None:
+        """Nobody waits for the call any more: its messages are dropped when they come."""
+        self._inboxes.pop(request_id, None)
+
+    async def next_message(self, request_id: int, timeout_s: float | None) -> Message:
+        """The call's next stream event or its response, waiting for it.
+
+        Raises:
+            CallTimeout: nothing came in time; the call is still in flight.
+            ConnectionLost, RemoteError: the connection is of no further use.
+        """
+        inbox = self._inboxes.get(request_id)
+        if inbox is None:
+            raise (self._failure or self._lost("the call was given up"))()
+        if self._failure is not None and inbox.empty():
+            raise self._failure()
+        try:
+            message = await asyncio.wait_for(inbox.get(), timeout_s)
+        except TimeoutError:
+            raise CallTimeout(f"no message of the daemon within {timeout_s:g} s", timeout_s=timeout_s or 0.0) from None
+        if message is None:
+            raise (self._failure or self._lost("the connection ended"))()
+        return message
+
+    async def close(self) -> None:
+        """Close the connection; the daemon cancels what is in flight."""
+        self._fail(self._lost("the client closed the connection"))
+        if self._socket is not None:
+            self._socket.close()
+            await asyncio.shield(self._closed)
+
+    # ---- inside ----
+
+    def _write(self, data: bytes) -> None:
+        if self._socket is not None and data:
+            self._socket.write(data)
+
+    def _abort(self) -> None:
+        if self._socket is not None:
+            self._socket.abort()
+
+    def _fail(self, failure: Failure) -> None:
+        """The connection is over: the first reason stays; every waiting call is woken after what it has received."""
+        if self._failure is None:
+            self._failure = failure
+            for inbox in self._inboxes.values():
+                inbox.put_nowait(None)
+
+    def _lost(self, reason: str) -> Failure:
+        return partial(connection_lost, os.fspath(self._path), reason, start_command(self._path))
+
+
+async def connect(path: Path, timeout_s: float | None) -> AsyncTransport:
+    """Connect to the daemon at `path`.
+
+    Raises:
+        DaemonUnreachable: nobody answers there, or the socket is another user's.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        check_owner(path)
+        connecting = loop.create_unix_connection(lambda: AsyncTransport(path), os.fspath(path))
+        _, protocol = await asyncio.wait_for(connecting, timeout_s)
+    except TimeoutError as error:
+        raise unreachable(os.fspath(path), f"no answer within {timeout_s:g} s", start_command(path)) from error
+    except OSError as error:
+        raise unreachable(os.fspath(path), error.strerror or str(error), start_command(path)) from error
+    return protocol

@@ -1,0 +1,219 @@
+"""The daemon's methods as values: name, parameters, and how to read the result. Shared by both clients; no I/O.
+
+`Progress` follows one call in flight: it types its events, takes the time to the first token, and reads the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypedDict, TypeVar
+
+from kvd_client.errors import RemoteError, local_error, remote_error
+from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics, build
+from kvd_client.stream import FirstToken, StreamEvent, parse_event
+from kvd_client.wire import ResponseReceived
+
+PROTOCOL = 1
+"""Version of the protocol this client speaks; `hello` compares it."""
+
+T = TypeVar("T")
+
+
+class Options(TypedDict, total=False):
+    """How to generate; what is left out has the daemon's default.
+
+    Attributes:
+        max_tokens: most new tokens (256).
+        temperature: 0 is greedy (0).
+        top_p: nucleus (1: off).
+        top_k: most likely tokens kept (0: all).
+        min_p: least probability relative to the best (0: off).
+        repetition_penalty: 1 is off (1).
+        seed: makes sampling repeatable (None).
+        stop: strings that end the text and are not part of it ([]).
+        stream: False: of the stream only the first-token event (True).
+    """
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop: Sequence[str] | str
+    stream: bool
+
+
+class ChatOptions(Options, total=False):
+    """`Options`, the tools the model may call, and the form of the answer."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    response_format: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One call to be made.
+
+    Attributes:
+        method: its name.
+        params: its parameters, those that are None left out.
+        read: makes the result; gets the raw result and the seconds to the first token.
+    """
+
+    method: str
+    params: Mapping[str, object]
+    read: Callable[[object, float | None], T]
+
+
+class Progress(Generic[T]):
+    """One call in flight. Owner: the client that sent it.
+
+    Args:
+        call: what was called.
+        clock: monotonic seconds; read once here, directly before sending.
+    """
+
+    def __init__(self, call: Call[T], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.call = call
+        self._clock = clock
+        self._sent_s = clock()
+        self.ttft_s: float | None = None
+
+    def event(self, event: Mapping[str, object]) -> StreamEvent:
+        """Type one stream event."""
+        parsed = parse_event(event)
+        if self.ttft_s is None and isinstance(parsed, FirstToken):
+            self.ttft_s = self._clock() - self._sent_s
+        return parsed
+
+    def result(self, response: ResponseReceived) -> T:
+        """Read the response.
+
+        Raises:
+            RemoteError: the daemon answered with an error.
+        """
+        if response.error is not None:
+            raise remote_error(response.error)
+        return self.call.read(response.result, self.ttft_s)
+
+
+def _call(method: str, read: Callable[[object, float | None], T], **params: object) -> Call[T]:
+    return Call(method, {key: value for key, value in params.items() if value is not None}, read)
+
+
+def _reader(cls: type[T]) -> Callable[[object, float | None], T]:
+    return lambda result, _ttft_s: build(cls, result)
+
+
+def _generated(result: object, ttft_s: float | None) -> GenerateResult:
+    return build(GenerateResult, result, ttft_s=ttft_s)
+
+
+def _mapping(result: object, _ttft_s: float | None) -> dict[str, Any]:
+    if result is None:
+        return {}
+    if not isinstance(result, dict):
+        raise local_error("protocol", f"the daemon's result is no map: {result!r:.80}")
+    return result
+
+
+def _agents(result: object, _ttft_s: float | None) -> list[AgentInfo]:
+    agents = result.get("agents") if isinstance(result, dict) else result
+    if not isinstance(agents, list):
+        raise local_error("protocol", "the daemon's agent.list has no list `agents`")
+    return [build(AgentInfo, agent) for agent in agents]
+
+
+def _tokens(result: object, _ttft_s: float | None) -> list[int]:
+    tokens = _mapping(result, None).get("tokens")
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise local_error("protocol", "the daemon's tokenize has no list of integers `tokens`")
+    return tokens
+
+
+def raw(method: str, params: Mapping[str, object]) -> Call[Any]:
+    """Any method, its result as it came."""
+    return Call(method, dict(params), lambda result, _ttft_s: result)
+
+
+def hello(client: str) -> Call[dict[str, Any]]:
+    """`hello`."""
+    return _call("hello", _mapping, client=client, protocol=PROTOCOL)
+
+
+def generate(agent: str, text: str, namespace: str, options: Options) -> Call[GenerateResult]:
+    """`generate`."""
+    return _call("generate", _generated, agent=agent, text=text, namespace=namespace, **_plain(options))
+
+
+def chat(
+    agent: str, messages: Sequence[Mapping[str, Any]], namespace: str, options: ChatOptions
+) -> Call[GenerateResult]:
+    """`chat`."""
+    return _call("chat", _generated, agent=agent, messages=list(messages), namespace=namespace, **_plain(options))
+
+
+def inject(
+    agent: str, text: str | None, messages: Sequence[Mapping[str, Any]] | None, namespace: str
+) -> Call[InjectResult]:
+    """`inject`, of text or of messages."""
+    if (text is None) == (messages is None):
+        raise local_error("invalid_params", "inject takes either text or messages")
+    whole = None if messages is None else list(messages)
+    return _call("inject", _reader(InjectResult), agent=agent, text=text, messages=whole, namespace=namespace)
+
+
+def tokenize(text: str) -> Call[list[int]]:
+    """`tokenize`."""
+    return _call("tokenize", _tokens, text=text)
+
+
+def list_agents(namespace: str | None) -> Call[list[AgentInfo]]:
+    """`agent.list`."""
+    return _call("agent.list", _agents, namespace=namespace)
+
+
+def on_agent(method: str, agent: str, namespace: str, **params: object) -> Call[AgentInfo]:
+    """The methods that act on one agent and answer with its new state."""
+    return _call(f"agent.{method}", _reader(AgentInfo), agent=agent, namespace=namespace, **params)
+
+
+def delete(agent: str, namespace: str) -> Call[dict[str, Any]]:
+    """`agent.delete`."""
+    return _call("agent.delete", _mapping, agent=agent, namespace=namespace)
+
+
+def residency(agent: str | None, namespace: str) -> Call[dict[str, Any]]:
+    """`residency`, of one agent or of all."""
+    return _call("residency", _mapping, agent=agent, namespace=None if agent is None else namespace)
+
+
+def statistics() -> Call[Statistics]:
+    """`statistics`."""
+    return _call("statistics", _reader(Statistics))
+
+
+def health() -> Call[Health]:
+    """`health`."""
+    return _call("health", _reader(Health))
+
+
+def mapping(method: str) -> Call[dict[str, Any]]:
+    """A method without parameters whose result is a map: `model.info`, `drain`, `shutdown`."""
+    return _call(method, _mapping)
+
+
+def _plain(options: Options) -> dict[str, object]:
+    plain: dict[str, object] = dict(options)
+    if "stop" in options:  # a string is a sequence of strings: taken as one, stop="END" would stop at an E
+        plain["stop"] = [options["stop"]] if isinstance(options["stop"], str) else list(options["stop"])
+    return plain
+
+
+def given_up() -> RemoteError:
+    """The error of whoever wants the result of a call that was left early."""
+    return local_error("cancelled", "the call was left before its end; it has no result")

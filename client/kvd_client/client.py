@@ -1,0 +1,293 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from kvd_client import calls
+from kvd_client.calls import Call, ChatOptions, Options, Progress
+from kvd_client.paths import resolve_socket, start_command
+from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics
+from kvd_client.stream import StreamEvent
+from kvd_client.transport import Transport
+from kvd_client.wire import StreamReceived
+
+T = TypeVar("T")
+
+
+class GenerateStream:
+    """A running `generate` or `chat`: iterate it for events, then read `result`. Made by `Client` only.
+
+    Leaving the `for` loop early, by `break`, `return` or any exception, cancels the call in the daemon, which keeps
+    what it computed; so do `close`, the end of a `with` block and garbage collection.
+
+    `cancel` may be called from another thread; the iteration then ends with `Cancelled`, or with a result whose
+    `finish_reason` is `cancelled`.
+    """
+
+    def __init__(self, transport: Transport, call: Call[GenerateResult], timeout_s: float | None) -> None:
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._result: GenerateResult | None = None
+        self._open = False
+        self._progress = Progress(call)
+        self._id = transport.send_request(call.method, call.params, timeout_s)
+        self._open = True
+
+    @property
+    def result(self) -> GenerateResult:
+        """The result; waits for it, dropping events that were not taken.
+
+        Raises:
+            RemoteError: the call failed or was left early.
+        """
+        for _ in self:
+            pass
+        if self._result is None:
+            raise calls.given_up()
+        return self._result
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        # A generator: only the `for` statement holds it, so that `break` closes it at once, whoever holds the stream.
+        try:
+            while self._open:
+                message = self._transport.next_message(self._id, self._timeout_s)
+                if isinstance(message, StreamReceived):
+                    yield self._progress.event(message.event)
+                else:
+                    self._finish()
+                    self._result = self._progress.result(message)
+        finally:
+            self.close()
+
+    def cancel(self) -> None:
+        """Ask the daemon to stop at its next step; thread safe, returns at once."""
+        if self._open:
+            self._transport.cancel(self._id)
+
+    def close(self) -> None:
+        """Leave: cancels the call unless it is done."""
+        if self._open:
+            self.cancel()
+            self._finish()
+
+    def _finish(self) -> None:
+        self._open = False
+        self._transport.forget(self._id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+
+class Client:
+    """A connection to a kvd daemon, made at the first call and made anew when the daemon was restarted in between.
+
+    Thread safe: several threads may call at a time, each waits for its own answer. Closing it cancels what is in
+    flight. A call that was under way when the daemon went away raises `ConnectionLost` and is not repeated.
+
+    Args:
+        socket: path of the daemon's socket; else `KVD_SOCKET`, else `kvd.sock` in `KVD_DATA_DIR`, else the platform's
+            default.
+        namespace: the sharing domain of agents named in calls that give none.
+        timeout_s: seconds to wait for the connection and for each next message of a call; None waits.
+    """
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None = None,
+        namespace: str = "default",
+        timeout_s: float | None = None,
+    ) -> None:
+        self.socket = resolve_socket(socket)
+        self.namespace = namespace
+        self.timeout_s = timeout_s
+        self._transport: Transport | None = None
+        self._connecting = threading.Lock()
+
+    # ---- text ----
+
+    def generate(
+        self, agent: str, text: str, *, namespace: str | None = None, **options: Unpack[Options]
+    ) -> GenerateResult:
+        """Continue `text`, the agent's whole text so far with its bytes unchanged.
+
+        Raises:
+            RemoteError: the daemon refused; see `kvd_client.errors`.
+            DaemonUnreachable: nobody answers.
+        """
+        with self.generate_stream(agent, text, namespace=namespace, **options) as stream:
+            return stream.result
+
+    def generate_stream(
+        self, agent: str, text: str, *, namespace: str | None = None, **options: Unpack[Options]
+    ) -> GenerateStream:
+        """As `generate`, as it is made: yields events, then has `.result`."""
+        return self._stream(calls.generate(agent, text, namespace or self.namespace, options))
+
+    def chat(
+        self,
+        agent: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        namespace: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> GenerateResult:
+        """Answer the last of `messages`, the agent's whole conversation; raises as `generate`."""
+        with self.chat_stream(agent, messages, namespace=namespace, **options) as stream:
+            return stream.result
+
+    def chat_stream(
+        self,
+        agent: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        namespace: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> GenerateStream:
+        """As `chat`, as it is made: yields events, then has `.result`."""
+        return self._stream(calls.chat(agent, messages, namespace or self.namespace, options))
+
+    def inject(
+        self,
+        agent: str,
+        text: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        namespace: str | None = None,
+    ) -> InjectResult:
+        """Append text or messages to the agent and compute their KV without generating."""
+        return self._run(calls.inject(agent, text, messages, namespace or self.namespace))
+
+    def tokenize(self, text: str) -> list[int]:
+        """The model's token ids of `text`."""
+        return self._run(calls.tokenize(text))
+
+    # ---- agents ----
+
+    def agents(self, namespace: str | None = None) -> list[AgentInfo]:
+        """All agents, or those of one namespace."""
+        return self._run(calls.list_agents(namespace))
+
+    def agent_info(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """One agent."""
+        return self._run(calls.on_agent("info", agent, namespace or self.namespace))
+
+    def fork(self, agent: str, new_agent: str, tokens: int | None = None, *, namespace: str | None = None) -> AgentInfo:
+        """Make `new_agent` share the first `tokens` tokens (all) of `agent`; returns the new one."""
+        call = calls.on_agent("fork", agent, namespace or self.namespace, new_agent=new_agent, tokens=tokens)
+        return self._run(call)
+
+    def rollback(self, agent: str, tokens: int, *, namespace: str | None = None) -> AgentInfo:
+        """Cut the agent to its first `tokens` tokens."""
+        return self._run(calls.on_agent("rollback", agent, namespace or self.namespace, tokens=tokens))
+
+    def pin(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Load the agent's pages and keep them in RAM."""
+        return self._run(calls.on_agent("pin", agent, namespace or self.namespace))
+
+    def unpin(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Take the pin back."""
+        return self._run(calls.on_agent("unpin", agent, namespace or self.namespace))
+
+    def prefetch(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Load the agent's pages while there is room: a hint before a call."""
+        return self._run(calls.on_agent("prefetch", agent, namespace or self.namespace))
+
+    def evict(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Write the agent's pages to disk and free their RAM."""
+        return self._run(calls.on_agent("evict", agent, namespace or self.namespace))
+
+    def delete(self, agent: str, *, namespace: str | None = None) -> None:
+        """Forget the agent, in RAM and on disk."""
+        self._run(calls.delete(agent, namespace or self.namespace))
+
+    # ---- the daemon ----
+
+    def hello(self, client: str = "kvd-client") -> dict[str, Any]:
+        """Say who calls; returns the daemon's versions and recorded choices."""
+        return self._run(calls.hello(client))
+
+    def residency(self, agent: str | None = None, *, namespace: str | None = None) -> dict[str, Any]:
+        """Which pages are in RAM, on disk or under way, of one agent or of all."""
+        return self._run(calls.residency(agent, namespace or self.namespace))
+
+    def statistics(self) -> Statistics:
+        """Figures since the daemon's start."""
+        return self._run(calls.statistics())
+
+    def model_info(self) -> dict[str, Any]:
+        """The model the daemon has loaded."""
+        return self._run(calls.mapping("model.info"))
+
+    def health(self) -> Health:
+        """Whether the daemon can generate now."""
+        return self._run(calls.health())
+
+    def drain(self) -> dict[str, Any]:
+        """Let the daemon finish what runs and take no new work."""
+        return self._run(calls.mapping("drain"))
+
+    def shutdown(self) -> dict[str, Any]:
+        """Stop the daemon; what is committed stays."""
+        return self._run(calls.mapping("shutdown"))
+
+    def call(self, method: str, params: Mapping[str, object] | None = None) -> Any:  # noqa: ANN401  (whatever the method gives)
+        """Any method by its name; its stream events are dropped."""
+        return self._run(calls.raw(method, params or {}))
+
+    # ---- the connection ----
+
+    def close(self) -> None:
+        """Close the connection, which cancels what is in flight; a later call connects again."""
+        with self._connecting:
+            transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connected(self) -> Transport:
+        with self._connecting:
+            if self._transport is not None and not self._transport.is_usable():
+                self._transport.close()
+                self._transport = None
+            if self._transport is None:
+                command = start_command(self.socket)
+                self._transport = Transport(self.socket, command=command, timeout_s=self.timeout_s)
+            return self._transport
+
+    def _stream(self, call: Call[GenerateResult]) -> GenerateStream:
+        return GenerateStream(self._connected(), call, self.timeout_s)
+
+    def _run(self, call: Call[T]) -> T:
+        transport = self._connected()
+        progress = Progress(call)
+        request_id = transport.send_request(call.method, call.params, self.timeout_s)
+        done = False
+        try:
+            while isinstance(message := transport.next_message(request_id, self.timeout_s), StreamReceived):
+                progress.event(message.event)
+            done = True
+            return progress.result(message)
+        finally:
+            if not done:
+                transport.cancel(request_id)
+            transport.forget(request_id)

@@ -1,0 +1,153 @@
+"""Typed results of the daemon's methods.
+
+Each class takes the fields it knows and keeps the others in `server`: a newer daemon loses nothing on its way, an
+older one leaves defaults. A known field of the wrong type is a `ProtocolViolation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from kvd_client.errors import local_error
+
+T = TypeVar("T")
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "bool": (bool,),
+    "tuple": (list,),
+    "Mapping": (dict,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """The result of `generate` and `chat`.
+
+    Attributes:
+        text: the new text only.
+        finish_reason: `stop`, `length`, `tool_calls` or `cancelled`.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: of these, tokens whose KV was computed before and reused.
+        completion_tokens: new tokens.
+        match: `new`, `exact`, `extend` or `diverge`.
+        match_reason: on a divergence or miss, where and why.
+        ttft_s: seconds on this process's clock from sending to the first sampled token; None when there was none.
+        durable: the turn survives a crash.
+        durable_reason: why it does not.
+        agent: whose turn it was.
+        server: every other field the daemon sent.
+    """
+
+    text: str = ""
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    match: str = ""
+    match_reason: str = ""
+    ttft_s: float | None = None
+    durable: bool = False
+    durable_reason: str = ""
+    agent: str = ""
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class InjectResult:
+    """The result of `inject`: the agent's `tokens` now, of which `appended_tokens` are new."""
+
+    agent: str = ""
+    tokens: int = 0
+    appended_tokens: int = 0
+    durable: bool = False
+    durable_reason: str = ""
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentInfo:
+    """One agent.
+
+    Attributes:
+        agent, namespace: its name.
+        tokens: tokens of its address space.
+        computed_tokens: of these, tokens whose KV exists.
+        text_bytes: bytes of its text.
+        branches: address spaces it has.
+        resident_bytes: bytes of its pages in RAM.
+        swapped_pages: its pages that are only on disk.
+        pinned: the user pinned it.
+        durable: everything it has survives a crash.
+        kv_format: page format.
+        server: every other field the daemon sent.
+    """
+
+    agent: str = ""
+    namespace: str = ""
+    tokens: int = 0
+    computed_tokens: int = 0
+    text_bytes: int = 0
+    branches: int = 0
+    resident_bytes: int = 0
+    swapped_pages: int = 0
+    pinned: bool = False
+    durable: bool = False
+    kv_format: str = ""
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Figures of the daemon since its start; `server` has those without a field here."""
+
+    budget_bytes: int = 0
+    resident_bytes: int = 0
+    peak_resident_bytes: int = 0
+    swap_bytes: int = 0
+    tokens_computed: int = 0
+    tokens_reused: int = 0
+    bytes_written: int = 0
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the daemon can generate now, and in words what it is doing."""
+
+    ready: bool = False
+    status: str = ""
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build(cls: type[T], result: object, **local: object) -> T:
+    """Make a result class from a method's result; `local` are fields this end knows better.
+
+    Raises:
+        ProtocolViolation: the result is no map, or a known field has the wrong type.
+    """
+    if not isinstance(result, dict):
+        if result is not None:
+            raise local_error("protocol", f"the daemon's result is no map: {result!r:.80}")
+        result = {}
+    values: dict[str, object] = dict(local)
+    rest = dict(result)
+    for known in fields(cls):  # type: ignore[arg-type]  # every class of this module is a dataclass
+        if known.name == "server" or known.name in local or known.name not in rest:
+            continue
+        value = rest.pop(known.name)
+        if value is None:  # "no reason", "no figure": the default says so
+            continue
+        kinds = _KINDS[str(known.type).split("[")[0].split(" ")[0]]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise local_error("protocol", f"the daemon's {known.name} is {value!r:.80}, not {known.type}")
+        values[known.name] = value
+    for name in local:
+        rest.pop(name, None)
+    make: Any = cls
+    built: T = make(**values, server=rest)
+    return built

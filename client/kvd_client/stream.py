@@ -1,0 +1,130 @@
+"""Typed stream events: what a running `generate`, `chat` or `inject` tells on its way.
+
+Unknown event types, and known ones whose fields do not fit, are passed through as `OtherEvent`: a newer daemon never
+breaks an older client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The request waits; `position` requests are before it."""
+
+    type: ClassVar[str] = "queued"
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """How the prompt matched what the agent has.
+
+    Attributes:
+        match: `new`, `exact`, `extend` or `diverge`.
+        match_reason: where and why it differed; empty when it did not.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: of these, tokens whose KV is reused.
+    """
+
+    type: ClassVar[str] = "matched"
+    match: str
+    match_reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """`done_tokens` of the `total_tokens` to compute before the first token are done."""
+
+    type: ClassVar[str] = "prefill"
+    done_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token was sampled (its text may come later, when it ends a character)."""
+
+    type: ClassVar[str] = "first_token"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """New text."""
+
+    type: ClassVar[str] = "text"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """New text of the model's reasoning, which is not part of the answer."""
+
+    type: ClassVar[str] = "reasoning"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """The model calls a tool; `data` is the event as sent (`id`, `name`, `arguments`)."""
+
+    type: ClassVar[str] = "tool_call"
+    data: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts so far."""
+
+    type: ClassVar[str] = "usage"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """Whether the turn survives a crash from now on; `reason` says why not."""
+
+    type: ClassVar[str] = "durable"
+    durable: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherEvent:
+    """An event this client has no class for, as it was sent."""
+
+    type: str
+    data: Mapping[str, object]
+
+
+StreamEvent = Queued | Matched | Prefill | FirstToken | Text | Reasoning | ToolCall | Usage | Durable | OtherEvent
+
+_KINDS: Mapping[str, type] = {
+    kind.type: kind for kind in (Queued, Matched, Prefill, FirstToken, Text, Reasoning, Usage, Durable)
+}
+_CHECKS: Mapping[str, type] = {"int": int, "str": str, "bool": bool}
+
+
+def parse_event(event: Mapping[str, object]) -> StreamEvent:
+    """The typed form of a stream event; never raises."""
+    name = event.get("type")
+    if name == ToolCall.type:
+        return ToolCall({key: value for key, value in event.items() if key != "type"})
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is not None:
+        wanted = {field.name: _CHECKS[str(field.type)] for field in fields(kind)}
+        given = {key: "" if event[key] is None and wanted[key] is str else event[key] for key in wanted if key in event}
+        if all(type(value) is wanted[key] for key, value in given.items()):
+            try:
+                parsed: StreamEvent = kind(**given)
+            except TypeError:  # a required field is missing
+                return OtherEvent(str(name), dict(event))
+            return parsed
+    return OtherEvent(str(name), dict(event))

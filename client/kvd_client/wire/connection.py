@@ -1,0 +1,254 @@
+"""One connection without its socket: which ids are in flight each way, what the bytes mean, which bytes to send.
+
+Both ends use this class. Bytes go in with `feed`, facts come out of `next_event` until it returns None; every `send_*`
+returns the bytes to write and has already counted the message as sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgpack
+
+from kvd_client.wire.codes import ErrorObject
+from kvd_client.wire.errors import EncodeError, MessageTooLarge, ProtocolError, TextNotEncodable
+from kvd_client.wire.events import (
+    CancelReceived,
+    ErrorNotified,
+    Event,
+    NotificationReceived,
+    RequestReceived,
+    RequestRefused,
+    ResponseReceived,
+    StreamReceived,
+)
+from kvd_client.wire.framing import CLIENT_LIMITS, Framer, WireLimits
+
+_REQUEST, _RESPONSE, _NOTIFICATION = 0, 1, 2
+_MAX_ID = (1 << 63) - 1
+
+
+class Connection:
+    """The protocol state of one connection. Owner: whoever owns the socket; not thread safe.
+
+    Args:
+        limits: bounds of what is accepted and sent.
+    """
+
+    def __init__(self, limits: WireLimits = CLIENT_LIMITS) -> None:
+        self._limits = limits
+        self._framer = Framer(limits)
+        self._incoming: set[int] = set()
+        self._outgoing: set[int] = set()
+        self._last_id = 0
+        self._broken: ProtocolError | None = None
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of a message that has not arrived completely."""
+        return self._framer.buffered_bytes
+
+    @property
+    def outgoing(self) -> frozenset[int]:
+        """Ids of our requests without a response."""
+        return frozenset(self._outgoing)
+
+    # ---- receiving ----
+
+    def feed(self, data: bytes | bytearray | memoryview) -> None:
+        """Add received bytes; call `next_event` until it returns None before feeding more."""
+        if self._broken is None:
+            self._framer.feed(data)
+
+    def feed_eof(self) -> None:
+        """The peer closed its side.
+
+        Raises:
+            ProtocolError: it did so inside a message.
+        """
+        if self._broken is None and self._framer.buffered_bytes:
+            self._fail(ProtocolError(f"the connection ended inside a message, after {self.buffered_bytes} bytes of it"))
+
+    def next_event(self) -> Event | None:
+        """The next fact, or None when more bytes are needed.
+
+        Raises:
+            ProtocolError: the peer broke the protocol; events before the fault were returned first.
+        """
+        if self._broken is not None:
+            raise self._broken
+        try:
+            while (frame := self._framer.next_frame()) is not None:
+                event = self._interpret(frame)
+                if event is not None:
+                    return event
+        except ProtocolError as error:
+            self._fail(error)
+        return None
+
+    def _fail(self, error: ProtocolError) -> None:
+        self._broken = error
+        raise error
+
+    def _interpret(self, frame: bytes) -> Event | None:
+        """Turn one whole message into an event; None for messages that say nothing new."""
+        message, is_text = _decode(frame)
+        kind = message[0]
+        if type(kind) is not int or len(message) != {0: 4, 1: 4, 2: 3}.get(kind, -1):
+            raise ProtocolError(f"no message has type {kind!r:.40} and {len(message)} elements")
+        if kind == _REQUEST:
+            return self._request(message, is_text)
+        if not is_text:
+            raise ProtocolError("a string is not UTF-8")
+        return self._response(message) if kind == _RESPONSE else self._notification(message)
+
+    def _request(self, message: list[object], is_text: bool) -> Event:
+        request_id = _id(message[1])
+        method, params = message[2], message[3]
+        if not isinstance(method, str) or not isinstance(params, list):
+            raise ProtocolError("a request is [0, id, method, [params]]", request_id=request_id)
+        if request_id in self._incoming:
+            raise ProtocolError(f"request id {request_id} is in flight already", request_id=request_id)
+        self._incoming.add(request_id)
+        if not is_text:
+            text = "a string of the request is not UTF-8 (lone surrogates cannot be carried either)"
+            return RequestRefused(request_id, ErrorObject.of("invalid_text", text))
+        if not params:
+            return RequestReceived(request_id, method, {})
+        if len(params) != 1 or not isinstance(params[0], dict):
+            text = "parameters are one map with names as keys: [0, id, method, [{...}]]"
+            return RequestRefused(request_id, ErrorObject.of("invalid_params", text))
+        return RequestReceived(request_id, method, params[0])
+
+    def _response(self, message: list[object]) -> Event:
+        request_id = _id(message[1])
+        if request_id not in self._outgoing:
+            raise ProtocolError(f"a response to id {request_id}, which is not in flight", request_id=request_id)
+        self._outgoing.remove(request_id)
+        error = None if message[2] is None else ErrorObject.from_wire(message[2])
+        return ResponseReceived(request_id, error, message[3])
+
+    def _notification(self, message: list[object]) -> Event | None:
+        method, params = message[1], message[2]
+        if not isinstance(method, str) or not isinstance(params, list):
+            raise ProtocolError("a notification is [2, method, [params]]")
+        if method == "cancel":
+            if len(params) != 1:
+                raise ProtocolError('a cancellation is [2, "cancel", [id]]')
+            request_id = _id(params[0])
+            return CancelReceived(request_id) if request_id in self._incoming else None
+        if method == "stream":
+            if len(params) != 2 or not isinstance(params[1], dict):
+                raise ProtocolError('a stream event is [2, "stream", [id, event]]')
+            request_id = _id(params[0])
+            if request_id not in self._outgoing:
+                raise ProtocolError(f"a stream event of id {request_id}, which is not in flight", request_id=request_id)
+            return StreamReceived(request_id, params[1])
+        if method == "error" and len(params) == 1:
+            return ErrorNotified(ErrorObject.from_wire(params[0]))
+        return NotificationReceived(method, tuple(params))
+
+    # ---- sending ----
+
+    def send_request(self, method: str, params: Mapping[str, object]) -> tuple[int, bytes]:
+        """Bytes of a request of ours and the id it was given.
+
+        Raises:
+            EncodeError: `params` cannot be sent; no id is in flight.
+        """
+        request_id = self._last_id + 1
+        data = self._encode([_REQUEST, request_id, method, [dict(params)]])
+        self._last_id = request_id
+        self._outgoing.add(request_id)
+        return request_id, data
+
+    def send_response(self, request_id: int, result: object) -> bytes:
+        """Bytes of the result of a request of the peer, whose id is free again.
+
+        Raises:
+            EncodeError: `result` cannot be sent; the request is still in flight.
+            ValueError: no such request is in flight.
+        """
+        return self._answer([_RESPONSE, request_id, None, result], request_id)
+
+    def send_error(self, request_id: int, error: ErrorObject) -> bytes:
+        """Bytes of an error in answer to a request of the peer. Raises as `send_response`."""
+        return self._answer([_RESPONSE, request_id, error.to_wire(), None], request_id)
+
+    def _answer(self, message: list[object], request_id: int) -> bytes:
+        if request_id not in self._incoming:
+            raise ValueError(f"request {request_id} is not in flight")
+        data = self._encode(message)
+        self._incoming.remove(request_id)
+        return data
+
+    def send_stream(self, request_id: int, event: Mapping[str, object]) -> bytes:
+        """Bytes of a stream event of a request of the peer. Raises as `send_response`."""
+        if request_id not in self._incoming:
+            raise ValueError(f"request {request_id} is not in flight")
+        return self._encode([_NOTIFICATION, "stream", [request_id, dict(event)]])
+
+    def send_cancel(self, request_id: int) -> bytes:
+        """Bytes that cancel a request of ours; empty when it has its response already."""
+        return self._encode([_NOTIFICATION, "cancel", [request_id]]) if request_id in self._outgoing else b""
+
+    def send_fatal(self, error: ErrorObject) -> bytes:
+        """Bytes that tell the peer why the connection is closed next."""
+        return self._encode([_NOTIFICATION, "error", [error.to_wire()]])
+
+    def send_notification(self, method: str, params: list[object]) -> bytes:
+        """Bytes of a notification of ours."""
+        return self._encode([_NOTIFICATION, method, params])
+
+    def _encode(self, message: list[object]) -> bytes:
+        try:
+            data: bytes = msgpack.packb(message, use_bin_type=True)
+        except UnicodeEncodeError as error:
+            raise TextNotEncodable(
+                f"a string has a lone surrogate (U+{ord(error.object[error.start]):04X}), which UTF-8 cannot carry"
+            ) from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise EncodeError(f"a message cannot be encoded: {error}") from error
+        if len(data) > self._limits.max_send_bytes:
+            raise MessageTooLarge(len(data), self._limits.max_send_bytes)
+        return data
+
+
+def _id(value: object) -> int:
+    """A message id, checked (`True` is no id although Python calls it an integer)."""
+    if type(value) is not int or not 0 <= value <= _MAX_ID:
+        raise ProtocolError(f"an id is an integer from 0 to 2**63 - 1, not {value!r:.40}")
+    return value
+
+
+def _decode(frame: bytes) -> tuple[list[object], bool]:
+    """Decode a scanned frame; the flag is False when some string is not UTF-8 (its bytes then stand as surrogates)."""
+    try:
+        return _unpack(frame, "strict"), True
+    except UnicodeDecodeError:
+        return _unpack(frame, "surrogateescape"), False
+
+
+def _unpack(frame: bytes, unicode_errors: str) -> list[object]:
+    size = len(frame)
+    unpacker = msgpack.Unpacker(
+        raw=False,
+        strict_map_key=True,
+        unicode_errors=unicode_errors,
+        max_buffer_size=size,
+        max_str_len=size,
+        max_bin_len=size,
+        max_array_len=size,
+        max_map_len=size,
+        max_ext_len=0,
+    )
+    unpacker.feed(frame)
+    try:
+        message = unpacker.unpack()
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"a message cannot be decoded: {error}") from error
+    if not isinstance(message, list):
+        raise ProtocolError("a message is an array")
+    return message

@@ -1,0 +1,36 @@
+"""Entry point of the `kvd` command and of `python -m kvd`: the launcher first, then the commands.
+
+May import kvd.launcher and kvd.cli, and the latter only after the launcher has run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvd import launcher
+
+NEEDS_MLX = frozenset({"bench", "calibrate", "demo", "doctor", "model", "serve"})
+"""Commands that import mlx; the others (and any `--help`) start without loading a BLAS."""
+
+
+def needs_mlx(arguments: Sequence[str]) -> bool:
+    """Whether a command line leads to an import of mlx."""
+    if any(argument in ("--help", "--version", "-h") for argument in arguments):
+        return False
+    return any(argument in NEEDS_MLX for argument in arguments)
+
+
+def main() -> None:
+    """Run `kvd`."""
+    if needs_mlx(sys.argv[1:]):
+        outcome = launcher.prepare()
+        if outcome.warning:
+            print(f"kvd: warning: {outcome.warning}", file=sys.stderr)
+    from kvd.cli import main as cli_main
+
+    cli_main()
+
+
+if __name__ == "__main__":
+    main()

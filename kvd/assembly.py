@@ -1,0 +1,338 @@
+"""Puts the engine together on its thread: model, formats, store, pager, agents. With `kvd.daemon`, the composition root.
+
+Everything here runs once, on the engine thread (MLX arrays belong to the thread that makes them).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvd import launcher
+from kvd.attention.interface import AttentionBackend
+from kvd.attention.select import ATTENTION_CHOICES, ShapeProbe, select_backend
+from kvd.config import DEFAULT_MODEL, Settings
+from kvd.errors import EnvironmentFault
+from kvd.formats import FormatChoice, choose_formats
+from kvd.ids import AgentId, GroupId, Namespace, PageId
+from kvd.model import dispatch
+from kvd.model.errors import ModelNotFound
+from kvd.model.loader import LoadedModel, load
+from kvd.model.pull import pull
+from kvd.model.registry import resolve
+from kvd.model.spec import ModelCacheSpec
+from kvd.ops.device import clamp_budget, clamp_quota, device_facts
+from kvd.quant.spec import PageLayout
+from kvd.scheduler.agents import Agent, Branch, mark_committed
+from kvd.scheduler.core import NUMERICS, EngineCore
+from kvd.scheduler.memory import Memory
+from kvd.scheduler.requests import AgentRef
+from kvd.scheduler.store_door import StoreDoor
+from kvd.store.agent_image import AgentImage, BranchImage
+from kvd.store.frame_pool import FramePool
+from kvd.store.layout import DataFolder
+from kvd.store.recovery import RecoveryReport, recover
+from kvd.store.swap_thread import SwapThread
+from kvd.vm.events import PageRef, Pinned, SegmentImage, SpaceCreated, SpaceRestored
+from kvd.vm.pager import Pager
+
+MLX_CACHE_LIMIT_BYTES = 32_000_000
+"""MLX keeps freed buffers for reuse; beyond this they go back, so that the budget means what it says."""
+
+
+class Assembly:
+    """Builds the engine's core. Used once.
+
+    Args:
+        settings: validated settings.
+        facts: filled with what `hello` and `model.info` tell.
+        log: told of what an operator wants to know.
+    """
+
+    def __init__(self, settings: Settings, facts: dict[str, object], log: Callable[..., None]) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._log = log
+        self._notices: list[str] = []
+        self.folder: DataFolder | None = None
+        self.loaded: LoadedModel | None = None
+
+    def build(self, deliver: Callable[[object], None]) -> EngineCore:
+        """Load the model, recover the agents, start the swap thread.
+
+        Raises:
+            KvdError: the model, the data folder or the device refused; the message says why.
+        """
+        assert self.folder is not None
+        settings = self._settings
+        mx.set_cache_limit(MLX_CACHE_LIMIT_BYTES)
+        loaded = self._load_model()
+        self.loaded = loaded
+        dispatch.install(loaded.model)
+        formats = choose_formats(loaded, settings.kv_format, settings.data_dir / "conditioning")
+        self._notices += formats.notices
+        backend = self._choose_backend(loaded.spec, formats)
+        folder, fingerprint = self.folder, loaded.spec.fingerprint
+
+        def layouts(group: int, format_id: str) -> PageLayout | None:
+            return formats.book.layouts.get((group, format_id))
+
+        report = recover(folder, fingerprint, layouts, folder.fs)
+        self._tell_recovery(report)
+        budget_bytes, quota_bytes = self._clamp(loaded, report)
+        swap = SwapThread(
+            folder=folder,
+            fingerprint=fingerprint,
+            fs=folder.fs,
+            quota_bytes=quota_bytes,
+            layouts=layouts,
+            recovered=report,
+            deliver=deliver,
+        )
+        store = StoreDoor(swap, self._log)
+        pager = Pager(
+            budget_bytes,
+            group_count=len(loaded.spec.groups),
+            new_page_id=lambda: PageId(secrets.token_hex(16)),
+            **transfer_bounds(budget_bytes, formats),
+        )
+        core_box: list[EngineCore] = []
+        memory = Memory(
+            pager=pager,
+            pool=FramePool(budget_bytes),
+            swap=store,
+            fingerprint=loaded.spec.fingerprint,
+            numerics=NUMERICS,
+            on_forget=lambda page: core_box[0].forget_page(page),
+            on_event=self._log,
+        )
+        store.connect(memory)
+        core = EngineCore(
+            loaded=loaded,
+            pager=pager,
+            memory=memory,
+            store=store,
+            formats=formats.book,
+            backend=backend,
+            chunk_tokens=settings.chunk_tokens,
+            log=self._log,
+        )
+        core_box.append(core)
+        self._restore(core, report)
+        swap.start()
+        self._tell_facts(core, formats, budget_bytes, quota_bytes)
+        return core
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _load_model(self) -> LoadedModel:
+        name = self._settings.model
+        try:
+            folder = resolve(name, self._settings.model_dir)
+        except ModelNotFound:
+            if name != DEFAULT_MODEL:
+                raise
+            folder = pull(name, directory=self._settings.model_dir).folder
+        return load(folder)
+
+    def _choose_backend(self, spec: ModelCacheSpec, formats: FormatChoice) -> AttentionBackend:
+        """The recorded backend if it can run, else the measured choice; a flag overrides and is recorded."""
+        path = self._settings.data_dir / "engine.json"
+        recorded = _read_json(path)
+        wanted = self._settings.attention
+        if wanted == "auto" and recorded.get("attention") in ATTENTION_CHOICES:
+            wanted = str(recorded["attention"])
+        choice = select_backend(wanted, list(_probes(spec, formats)))
+        self._notices += choice.notices
+        launch = launcher.report()
+        threads = launch.threads if launch is not None else 1
+        if recorded.get("threads") not in (None, threads):
+            self._notices.append(
+                f"agents here were computed with {recorded['threads']} BLAS threads, now there are {threads}: greedy "
+                "continuations may differ from an unbroken run (set KVD_THREADS to choose)"
+            )
+        if recorded.get("attention") not in (None, choice.backend.name):
+            self._notices.append(f"attention was {recorded['attention']} and is {choice.backend.name} now")
+        _write_json(path, {"attention": choice.backend.name, "threads": threads, "numerics": NUMERICS})
+        self._facts |= {"attention": choice.backend.name, "threads": threads}
+        self._facts["blas"] = launch.describe() if launch is not None else "not set up by the launcher"
+        if launch is not None and launch.warning:
+            self._notices.append(launch.warning)
+        return choice.backend
+
+    def _clamp(self, loaded: LoadedModel, report: RecoveryReport) -> tuple[int, int]:
+        facts = device_facts(self._settings.data_dir)
+        reserved = loaded.weights_bytes + loaded.spec.scratch_bytes
+        budget = clamp_budget(self._settings.budget_bytes, facts, reserved_bytes=reserved)
+        quota = clamp_quota(self._settings.quota_bytes, facts, used_bytes=report.used_bytes)
+        self._notices += [clamped.reason for clamped in (budget, quota) if clamped.reason is not None]
+        if budget.granted_bytes < 1:
+            raise EnvironmentFault(f"no memory is left for KV pages: {budget.reason}")
+        return budget.granted_bytes, quota.granted_bytes
+
+    def _tell_recovery(self, report: RecoveryReport) -> None:
+        """Nothing is dropped silently: one line says what was found, one each for what was wrong."""
+        self._log(
+            "recovered",
+            agents=len(report.agents),
+            pages=len(report.pages),
+            missing_pages=len(report.missing_pages),
+            orphans=len(report.orphans),
+            orphan_bytes=report.orphan_bytes,
+            used_bytes=report.used_bytes,
+            seconds=round(report.seconds, 3),
+        )
+        for trouble in report.log_troubles:
+            self._log(
+                "log_trouble", log=trouble.log, kind=trouble.kind, lost_bytes=trouble.lost_bytes, reason=trouble.reason
+            )
+        for page, reason in report.missing_pages.items():
+            self._log("page_missing", page=page, reason=reason)
+        for fact in report.facts:
+            self._log("catalog", fact=fact)
+
+    def _restore(self, core: EngineCore, report: RecoveryReport) -> None:
+        for header in report.pages.values():
+            layout = core.formats.layouts.get((header.group, header.format_id))
+            if layout is not None:
+                core.memory.know_header(header, layout)
+        for (namespace, name), image in report.agents.items():
+            ref = AgentRef(Namespace(namespace), AgentId(name))
+            core.agents.add(self._restore_agent(core, ref, image))
+
+    def _restore_agent(self, core: EngineCore, ref: AgentRef, image: AgentImage) -> Agent:
+        agent = Agent(
+            ref,
+            current=image.current,
+            next_branch=max(image.branches) + 1,
+            seq=image.seq,
+            pinned=bool(image.meta.get("pinned", False)),
+            created_s=float(str(image.meta.get("created_s", 0.0))),
+            logged=True,
+        )
+        for branch_id, stored in sorted(image.branches.items()):
+            agent.branches[branch_id] = self._restore_branch(core, ref, branch_id, stored)
+        if agent.pinned:
+            core.memory.apply(Pinned(agent.branch.space))
+        return agent
+
+    def _restore_branch(self, core: EngineCore, ref: AgentRef, branch_id: int, stored: BranchImage) -> Branch:
+        segments = sorted(stored.segments, key=lambda segment: segment.group)
+        known = all((segment.group, segment.format_id) in core.formats.layouts for segment in segments)
+        format_ids = tuple(segment.format_id for segment in segments)
+        if not known or len(format_ids) != len(core.formats.default_ids):
+            # text and ids are intact; only their KV cannot be read, so it is computed again when it is needed
+            self._notices.append(
+                f"pages of agent {ref} have unknown formats {format_ids}: its KV will be computed again"
+            )
+            segments, format_ids = [], core.formats.default_ids
+        space = core.open_space(ref, branch_id, format_ids)
+        for segment in segments:
+            for number, page in enumerate(segment.pages):
+                core.memory.know_page(space, segment.group, number, page.page_id, page.key)
+        images = tuple(
+            SegmentImage(
+                GroupId(segment.group),
+                tuple(PageRef(page.page_id, page.key) for page in segment.pages),
+                segment.tail_tokens,
+            )
+            for segment in segments
+        )
+        core.memory.apply(
+            SpaceRestored(space, core.page_bytes(space), images)
+            if images
+            else SpaceCreated(space, core.page_bytes(space))
+        )
+        branch = Branch(
+            branch_id,
+            space,
+            format_ids,
+            tokens=list(stored.tokens),
+            token_bytes=list(stored.token_bytes),
+            spans=list(stored.spans),
+            text=bytearray(stored.text),
+            computed=stored.computed_tokens if images else 0,
+            last_used=core.agents.tick(),
+        )
+        mark_committed(branch)
+        return branch
+
+    def _tell_facts(self, core: EngineCore, formats: FormatChoice, budget_bytes: int, quota_bytes: int) -> None:
+        spec = core.spec
+        page_bytes = sum(core.formats.layouts[g, f].payload_bytes for g, f in enumerate(core.formats.default_ids))
+        token_bytes = sum(core.formats.layouts[g, f].token_bytes for g, f in enumerate(core.formats.default_ids))
+        fp16_bytes = sum(group.fp16_token_bytes for group in spec.groups)
+        self._facts |= {
+            "model": spec.model_name,
+            "fingerprint": spec.fingerprint,
+            "context_tokens": spec.context_tokens,
+            "kv_format": formats.name,
+            "kv_format_ids": list(core.formats.default_ids),
+            "kv_format_reason": formats.reason,
+            "page_bytes": page_bytes,
+            "token_bytes": token_bytes,
+            "fp16_token_bytes": fp16_bytes,
+            "fp16_ratio": round(token_bytes / fp16_bytes, 4),
+            "scratch_bytes": spec.scratch_bytes,
+            "budget_bytes": budget_bytes,
+            "quota_bytes": quota_bytes,
+            "sharing": self._settings.sharing,
+            "chunk_tokens": core.chunk_tokens,
+            "data_dir": str(self._settings.data_dir),
+            "notices": list(self._notices),
+            "groups": [
+                {
+                    "kind": g.layer.kind,
+                    "layers": len(g.layer_indices),
+                    "kv_heads": g.layer.kv_heads,
+                    "k_dim": g.layer.k_dim,
+                    "v_dim": g.layer.v_dim,
+                    "window": g.layer.window,
+                }
+                for g in spec.groups
+            ],
+        }
+
+
+def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> dict[str, int]:
+    """Copies in flight at once: as many as an eighth of the budget holds, at least one each way.
+
+    The pager keeps room for them free, so a small budget must not spend itself on copies.
+    """
+    largest = max(layout.payload_bytes for layout in formats.book.layouts.values())
+    copies = budget_bytes // 8 // largest
+    return {"max_writes_in_flight": max(1, min(2, copies // 2)), "max_loads_in_flight": max(1, min(4, copies // 2))}
+
+
+def _probes(spec: ModelCacheSpec, formats: FormatChoice) -> Iterable[ShapeProbe]:
+    for group, format_id in zip(spec.groups, formats.book.default_ids, strict=True):
+        layout: PageLayout = formats.book.layouts[int(group.group_id), format_id]
+        layer = group.layer
+        yield ShapeProbe(
+            query_heads=spec.query_heads,
+            kv_heads=layer.kv_heads,
+            k_dim=layer.k_dim,
+            v_dim=layer.v_dim,
+            layer_format=layout.page_format.layers[0],
+            window=layer.window,
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write_json(path: Path, value: dict[str, object]) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.touch(mode=0o600)
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,34 @@
+"""Attention over quantised pages: one interface, several backends.
+
+- `interface`: segments, rows, results, the backend protocol, merging by log-sum-exp.
+- `reference`: dequantise everything, softmax in float64: the oracle of every test.
+- `gather`: a tile of tokens out of the pool's pages, packed or dequantised.
+- `mlx_backend`: context in tiles, online softmax; numpy arithmetic on CPU, mlx operations on a GPU.
+- `select`: which backend runs, after a self-test against `reference`.
+- `errors`: the package's error classes.
+
+May import mlx, numpy, kvd.errors, kvd.ids, kvd.quant and kvd.store.frame_pool; nothing of model, vm, scheduler, front.
+"""
+
+from kvd.attention.errors import BackendDisagrees, BackendUnavailable, UnsupportedMask
+from kvd.attention.interface import AttentionBackend, AttentionOutput, PageSource, Row, Segment, merge
+from kvd.attention.mlx_backend import MlxBackend
+from kvd.attention.reference import ReferenceBackend
+from kvd.attention.select import BackendChoice, ShapeProbe, select_backend
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionOutput",
+    "BackendChoice",
+    "BackendDisagrees",
+    "BackendUnavailable",
+    "MlxBackend",
+    "PageSource",
+    "ReferenceBackend",
+    "Row",
+    "Segment",
+    "ShapeProbe",
+    "UnsupportedMask",
+    "merge",
+    "select_backend",
+]

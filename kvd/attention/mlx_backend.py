@@ -1,0 +1,152 @@
+"""The backend that runs anywhere: the context in tiles, softmax merged online, never a score matrix of all of it.
+
+Theory of operation. For each tile (a multiple of 256 tokens) the packed pages of one layer are gathered into contiguous
+arrays, dequantised, multiplied with the queries and folded into a running (maximum, denominator, output) per query, as
+in flash attention (Dao et al., 2022, algorithm 1). Queries of one KV head are stacked (grouped-query attention by
+reshape), so K and V are never repeated. Tiles that no query of a block sees are skipped; masks exist only where a tile
+overlaps the chunk's diagonal or a window's edge. Peak scratch is O(heads * block * tile), independent of the context.
+
+Two strategies share the walk over tiles:
+
+- `host`: products by BLAS and softmax by numpy, on memory shared with mlx without a copy. On CPU mlx's elementwise
+  functions are scalar: `mx.exp` takes 25 times as long as numpy's for the same numbers.
+- `device`: mlx operations only; with few queries on a GPU `mx.quantized_matmul` reads the packed tile itself. Each tile
+  is evaluated before the next one is gathered, so lazily built graphs cannot pile up.
+
+A step of up to 32 queries has small scores, so it takes tiles of 8192 tokens: few operations, little overhead.
+
+May import mlx, numpy, kvd.quant, kvd.attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from kvd.attention.device_tiles import DeviceState
+from kvd.attention.gather import side_shape, tile_spans
+from kvd.attention.host_tiles import HostState
+from kvd.attention.interface import AttentionOutput, PageSource, Row, Segment, merge, with_sinks
+
+Strategy = Literal["host", "device"]
+
+SHORT_STEP_QUERIES: Final = 32
+"""Up to so many queries a step is short: long tiles, one query block."""
+
+SHORT_STEP_TILE_TOKENS: Final = 8192
+PREFILL_TILE_TOKENS: Final = 512
+PREFILL_BLOCK_QUERIES: Final = 256
+
+
+class MlxBackend:
+    """Tiled attention over pages (implements `AttentionBackend`).
+
+    Args:
+        strategy: how tiles are computed; None takes `host` when mlx's default device is the CPU, else `device`.
+    """
+
+    name = "mlx"
+
+    def __init__(self, strategy: Strategy | None = None) -> None:
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        self.strategy: Strategy = strategy if strategy is not None else ("host" if on_cpu else "device")
+
+    def attend(
+        self,
+        pages: PageSource,
+        queries: mx.array,
+        *,
+        layer_index: int,
+        rows: Sequence[Row],
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> AttentionOutput:
+        """See `AttentionBackend.attend`."""
+        results: list[AttentionOutput] = []
+        for index, row in enumerate(rows):
+            one = queries if len(rows) == 1 else queries[index : index + 1]
+            parts = [
+                self._attend_segment(pages, one, layer_index, row, segment, scale, window)
+                for segment in row.segments
+                if segment.tokens
+            ]
+            results.append(with_sinks(merge(parts), sinks))
+        if len(results) == 1:
+            mx.eval(results[0].out)
+            return results[0]
+        out = AttentionOutput(mx.concatenate([r.out for r in results]), mx.concatenate([r.lse for r in results]))
+        mx.eval(out)
+        return out
+
+    def _attend_segment(
+        self,
+        pages: PageSource,
+        queries: mx.array,
+        layer_index: int,
+        row: Row,
+        segment: Segment,
+        scale: float,
+        window: int | None,
+    ) -> AttentionOutput:
+        """One row over one segment: queries mx [1, heads, L, k_dim]; no sinks."""
+        length = queries.shape[2]
+        short = length <= SHORT_STEP_QUERIES
+        tile_tokens = SHORT_STEP_TILE_TOKENS if short else PREFILL_TILE_TOKENS
+        block_queries = length if short else PREFILL_BLOCK_QUERIES
+        conditioned = queries if segment.conditioning is None else segment.conditioning.condition_queries(queries)
+        kv_heads, v_dim = side_shape(pages, segment, layer_index, "v")
+        kind = HostState if self.strategy == "host" else DeviceState
+        state = kind(conditioned, segment.layer_format, kv_heads, v_dim, scale, block_queries)
+        first = 0 if window is None else row.query_start - window + 1
+        for span in tile_spans(segment, tile_tokens, first, row.query_start + length - 1):
+            state.load(pages, segment, layer_index, span)
+            for block in range(-(-length // block_queries)):
+                start = row.query_start + block * block_queries
+                count = min(block_queries, length - block * block_queries)
+                low, high, masked = visible_range(start, count, span.position, span.end - span.start, window)
+                if low < high:
+                    mask = hidden(start, count, span.position + low, high - low, window) if masked else None
+                    state.fold(block, low, high, mask)
+        out, lse = state.finish(queries.dtype)
+        if segment.conditioning is not None:
+            # Lazy: nobody pays for it unless results are merged, sinks exist or the caller reads lse.
+            lse = lse + scale * segment.conditioning.centre_term(queries)
+        return AttentionOutput(out, lse)
+
+
+def visible_range(
+    query_start: int, queries: int, tile_start: int, tile_tokens: int, window: int | None
+) -> tuple[int, int, bool]:
+    """Which tokens of a tile a block of queries sees.
+
+    Args:
+        query_start: position of the block's first query.
+        queries: queries of the block.
+        tile_start: position of the tile's first token.
+        tile_tokens: tokens of the tile.
+        window: tokens a query sees, itself included; None for all.
+
+    Returns:
+        (low, high, masked): tokens [low, high) of the tile are seen by some query; `masked` when not by every one.
+    """
+    query_last = query_start + queries - 1
+    high = min(tile_tokens, query_last + 1 - tile_start)
+    low = 0 if window is None else max(0, query_start - window + 1 - tile_start)
+    masked = tile_start + high - 1 > query_start
+    if window is not None:
+        masked = masked or tile_start + low < query_last - window + 1
+    return low, high, masked
+
+
+def hidden(query_start: int, queries: int, key_start: int, keys: int, window: int | None) -> npt.NDArray[np.bool_]:
+    """True where a key is not visible: bool [queries, keys]; positions of the first query and key."""
+    ages = np.arange(query_start, query_start + queries)[:, None] - np.arange(key_start, key_start + keys)[None]
+    unseen: npt.NDArray[np.bool_] = ages < 0
+    if window is not None:
+        unseen |= ages >= window
+    return unseen

@@ -1,0 +1,163 @@
+"""Which attention backend runs: the first right one, checked against `reference` on this device and these shapes.
+
+A wrong kernel must never serve text: the self-test runs at start, and a backend that disagrees is passed over with a
+notice that the daemon logs and `hello` repeats. May import mlx, numpy, kvd.quant, kvd.store.frame_pool, kvd.attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import mlx.core as mx
+import numpy as np
+
+from kvd.attention.errors import BackendDisagrees, BackendUnavailable
+from kvd.attention.interface import AttentionBackend, Row, Segment
+from kvd.attention.mlx_backend import MlxBackend
+from kvd.attention.reference import ReferenceBackend
+from kvd.ids import FrameId
+from kvd.quant.codec import encode
+from kvd.quant.conditioning import Conditioning
+from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageFormat, PageLayout
+from kvd.store.frame_pool import FramePool
+
+BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {"mlx": MlxBackend, "reference": ReferenceBackend}
+"""Backends in order of preference."""
+
+ATTENTION_CHOICES: Final = ("auto", *BACKENDS)
+"""What `--attention` accepts."""
+
+_TOLERANCE: Final = 2e-3
+"""Greatest difference from the reference, for values of order one: room for bf16 outputs and TF32 products."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeProbe:
+    """Geometry the self-test tries: one cache group in one format.
+
+    Attributes:
+        query_heads: attention heads.
+        kv_heads: KV heads.
+        k_dim: width of a key head.
+        v_dim: width of a value head.
+        layer_format: formats of K and V.
+        window: sliding window in tokens; None for full attention.
+    """
+
+    query_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    layer_format: LayerFormat
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """What was chosen.
+
+    Attributes:
+        backend: the backend to use.
+        notices: sentences for the log and `hello`, one per backend that was passed over; empty when all is well.
+    """
+
+    backend: AttentionBackend
+    notices: tuple[str, ...]
+
+
+def select_backend(
+    requested: str,
+    probes: Sequence[ShapeProbe],
+    backends: Mapping[str, Callable[[], AttentionBackend]] = BACKENDS,
+) -> BackendChoice:
+    """Choose a backend.
+
+    Args:
+        requested: `auto` or a backend's name.
+        probes: shapes that must be right.
+        backends: constructors by name, in order of preference; the last is trusted (`reference`).
+
+    Returns:
+        The first backend (from `requested` on) that agrees with the reference.
+
+    Raises:
+        BackendUnavailable: `requested` is unknown.
+    """
+    names = list(backends)
+    if requested != "auto" and requested not in backends:
+        raise BackendUnavailable(
+            f"attention must be one of {', '.join(('auto', *names))}, not {requested!r}", requested=requested
+        )
+    candidates = names if requested == "auto" else [requested, *names[names.index(requested) + 1 :]]
+    notices: list[str] = []
+    for name in candidates:
+        backend = backends[name]()
+        try:
+            for probe in probes:
+                self_test(backend, probe)
+        except Exception as error:  # a kernel may fail in any way; each means: not this one
+            notices.append(f"attention backend {name} is not used: {error}")
+            continue
+        return BackendChoice(backend, tuple(notices))
+    notices.append("no attention backend passed its self-test; the reference is used, which is slow")
+    return BackendChoice(ReferenceBackend(), tuple(notices))
+
+
+def self_test(backend: AttentionBackend, probe: ShapeProbe) -> None:
+    """Compare a backend with the reference on random pages: one query, a short step and a chunk across a page border.
+
+    Raises:
+        BackendDisagrees: an output or log-sum-exp differs.
+    """
+    if isinstance(backend, ReferenceBackend):
+        return
+    tokens = 2 * PAGE_TOKENS + 44
+    rng = np.random.default_rng(7)
+    pool, segment = _random_segment(probe, tokens, rng)
+    oracle = ReferenceBackend()
+    for queries in (1, 16, 48):
+        q = mx.array(rng.standard_normal((1, probe.query_heads, queries, probe.k_dim), dtype=np.float32))
+        row = Row((segment,), tokens - queries)
+        results = [
+            one.attend(pool, q, layer_index=0, rows=(row,), scale=probe.k_dim**-0.5, window=probe.window)
+            for one in (backend, oracle)
+        ]
+        for what, mine, right in (("output", results[0].out, results[1].out), ("lse", results[0].lse, results[1].lse)):
+            difference = float(mx.abs(mine - right).max())
+            if not difference <= _TOLERANCE:  # also catches NaN
+                raise BackendDisagrees(
+                    f"{what} for {queries} queries differs from the reference by {difference:.3g}",
+                    difference=difference,
+                )
+
+
+def _random_segment(probe: ShapeProbe, tokens: int, rng: np.random.Generator) -> tuple[FramePool, Segment]:
+    """A pool with `tokens` random tokens of one layer, and the segment that maps them."""
+    layout = PageLayout(
+        layer_indices=(0,),
+        kv_heads=probe.kv_heads,
+        k_dim=probe.k_dim,
+        v_dim=probe.v_dim,
+        page_format=PageFormat("probe", (probe.layer_format,)),
+    )
+    page_count = -(-tokens // PAGE_TOKENS)
+    pool = FramePool(budget_bytes=page_count * layout.payload_bytes)
+    # Frame numbers run backwards, so a backend that ignores the block table fails.
+    table = tuple(FrameId(page_count - page) for page in range(page_count))
+    for frame in table:
+        pool.create(frame, layout)
+        arrays = pool.layer(frame, 0)
+        for side, side_format, dim in (
+            (arrays.k, probe.layer_format.k, probe.k_dim),
+            (arrays.v, probe.layer_format.v, probe.v_dim),
+        ):
+            encoded = encode(rng.standard_normal((probe.kv_heads, PAGE_TOKENS, dim), dtype=np.float32), side_format)
+            side.codes[:], side.scales[:], side.biases[:] = encoded
+    conditioning = None
+    if probe.layer_format.k.conditioning is not None:
+        shape = (1, probe.kv_heads, probe.k_dim)
+        centre = rng.standard_normal(shape, dtype=np.float32)
+        conditioning = Conditioning(centre, np.exp(rng.standard_normal(shape, dtype=np.float32) / 4)).layers[0]
+    return pool, Segment(table, tokens, probe.layer_format, conditioning)

@@ -1,0 +1,200 @@
+"""The `kvd` command. Heavy imports happen inside the commands, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from kvd import __version__
+from kvd.bench.cli import bench
+from kvd.cli_model import model
+from kvd.config import (
+    ATTENTION,
+    DEFAULT_BUDGET_BYTES,
+    DEFAULT_MODEL,
+    DEFAULT_QUOTA_BYTES,
+    LOG_LEVELS,
+    SHARING,
+    Settings,
+)
+from kvd.errors import KvdError
+from kvd.ops.sizes import format_size, parse_size
+from kvd.quant.spec import NAMED_FORMATS
+from kvd_client.paths import default_data_dir, default_socket
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class SizeType(click.ParamType):
+    """A size such as 10.2GB, 40MB, 512MiB, 100K."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse with the one size parser."""
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(str(value), what=param.name if param and param.name else "size")
+        except KvdError as error:
+            self.fail(error.message, param, ctx)
+
+
+SIZE = SizeType()
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="kvd")
+def main() -> None:
+    """Virtual memory for agents' attention state.
+
+    `kvd serve` runs the daemon, `kvd model` manages models, `kvd demo` shows what it does in three minutes,
+    `kvd bench` measures it. Talk to a running daemon with `kvd-client`.
+    """
+
+
+@main.command()
+@click.option("--data-dir", envvar="KVD_DATA_DIR", type=click.Path(path_type=Path), help="Swap, logs, catalog (0700).")
+@click.option("--socket", envvar="KVD_SOCKET", type=click.Path(path_type=Path), help="Unix socket to listen on.")
+@click.option(
+    "--model", "model_name", envvar="KVD_MODEL", default=DEFAULT_MODEL, show_default=True, help="Name or folder."
+)
+@click.option("--model-dir", envvar="KVD_MODEL_DIR", type=click.Path(path_type=Path), help="Installed models.")
+@click.option(
+    "--budget", type=SIZE, envvar="KVD_BUDGET", default=DEFAULT_BUDGET_BYTES, show_default="10.2GB", help="RAM for KV."
+)
+@click.option(
+    "--quota",
+    type=SIZE,
+    envvar="KVD_QUOTA",
+    default=DEFAULT_QUOTA_BYTES,
+    show_default="100GB",
+    help="Disk for everything.",
+)
+@click.option(
+    "--kv-format",
+    type=click.Choice(["auto", *NAMED_FORMATS]),
+    envvar="KVD_KV_FORMAT",
+    default="auto",
+    show_default=True,
+    help="Page format; auto takes the calibrated one.",
+)
+@click.option(
+    "--attention",
+    type=click.Choice(ATTENTION),
+    envvar="KVD_ATTENTION",
+    default="auto",
+    show_default=True,
+    help="Attention backend.",
+)
+@click.option(
+    "--sharing",
+    type=click.Choice(SHARING),
+    envvar="KVD_SHARING",
+    default="agent",
+    show_default=True,
+    help="Who may map whose pages.",
+)
+@click.option(
+    "--chunk",
+    "chunk_tokens",
+    type=click.IntRange(1),
+    envvar="KVD_CHUNK",
+    default=512,
+    show_default=True,
+    help="Tokens of a prefill step.",
+)
+@click.option(
+    "--max-queued",
+    type=click.IntRange(1),
+    envvar="KVD_MAX_QUEUED",
+    default=256,
+    show_default=True,
+    help="Requests that may wait.",
+)
+@click.option(
+    "--drain-grace",
+    "drain_grace_s",
+    type=click.FloatRange(0),
+    envvar="KVD_DRAIN_GRACE",
+    default=30.0,
+    show_default=True,
+    help="Seconds a stop lets requests finish.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    envvar="KVD_LOG_LEVEL",
+    default="info",
+    show_default=True,
+    help="Least level logged.",
+)
+@click.option(
+    "--log-file", envvar="KVD_LOG_FILE", type=click.Path(path_type=Path), help="JSON lines go here instead of stderr."
+)
+@click.option("--check", is_flag=True, envvar="KVD_CHECK", help="Verify the pager's laws after every request (slow).")
+def serve(
+    data_dir: Path | None,
+    socket: Path | None,
+    model_name: str,
+    model_dir: Path | None,
+    budget: int,
+    quota: int,
+    kv_format: str,
+    attention: str,
+    sharing: str,
+    chunk_tokens: int,
+    max_queued: int,
+    drain_grace_s: float,
+    log_level: str,
+    log_file: Path | None,
+    check: bool,
+) -> None:
+    """Run the daemon in the foreground. A missing default model is pulled first.
+
+    SIGTERM or Ctrl-C drains: running requests finish, nothing is lost; a second one forces.
+
+    Example: kvd serve --budget 8GB --data-dir ~/kvd
+    """
+    from kvd.daemon import serve as run
+    from kvd.model.paths import model_dir as models
+
+    data = Path(data_dir) if data_dir else default_data_dir()
+    try:
+        settings = Settings(
+            data_dir=data.expanduser().absolute(),
+            socket=Path(socket).expanduser().absolute() if socket else default_socket(data),
+            model=model_name,
+            model_dir=models(model_dir),
+            budget_bytes=budget,
+            quota_bytes=quota,
+            kv_format=kv_format,
+            attention=attention,
+            sharing=sharing,
+            chunk_tokens=chunk_tokens,
+            max_queued=max_queued,
+            drain_grace_s=drain_grace_s,
+            log_level=log_level,
+            log_file=log_file,
+            check=check,
+        )
+        run(settings)
+    except KvdError as error:
+        fail(error)
+
+
+def fail(error: KvdError, *, as_json: bool = False) -> None:
+    """Report an error as people or programs want it and exit: 2 for a wrong call, 1 otherwise."""
+    if as_json:
+        click.echo(json.dumps({"error": {"name": error.name, "message": error.message, "data": error.data}}))
+    click.echo(f"kvd: {error.message}", err=True)
+    sys.exit(2 if error.name in ("invalid_params", "config_error") else 1)
+
+
+main.add_command(model)
+main.add_command(bench)
+
+__all__ = ["SIZE", "fail", "format_size", "main"]

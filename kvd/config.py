@@ -1,0 +1,88 @@
+"""Settings of the daemon: validated once, here, at the edge; frozen ever after.
+
+Sources, strongest first: command line flags, environment variables (click reads both), defaults. May import kvd.errors,
+kvd.ops.sizes, kvd.quant.spec, kvd_client.paths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.errors import CallerError
+from kvd.quant.spec import NAMED_FORMATS
+
+DEFAULT_BUDGET_BYTES = 10_200_000_000
+DEFAULT_QUOTA_BYTES = 100_000_000_000
+DEFAULT_MODEL = "smollm2-135m"
+SHARING = ("agent",)
+ATTENTION = ("auto", "reference", "mlx")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MIN_BUDGET_BYTES = 1_000_000
+
+
+class ConfigError(CallerError):
+    """A setting is wrong; the message names it and the allowed values."""
+
+    name = "config_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything `kvd serve` can be told.
+
+    Attributes:
+        data_dir: swap files, logs, catalog, lock; 0700.
+        socket: path of the Unix socket.
+        model: installed name, or a folder in mlx-lm's layout.
+        model_dir: installed models and their calibrations.
+        budget_bytes: RAM for KV pages, tails and copies in flight.
+        quota_bytes: disk for everything under `data_dir`.
+        kv_format: `auto` (the calibrated one) or a name of `NAMED_FORMATS`.
+        attention: `auto` or a backend's name.
+        sharing: who may map whose pages.
+        chunk_tokens: tokens of a prefill step.
+        max_queued: requests that may wait.
+        drain_grace_s: how long a drain lets requests finish before it cancels them.
+        log_level: of `LOG_LEVELS`.
+        log_file: JSON lines go here (None: standard error).
+        check: run `check_integrity()` after every turn.
+    """
+
+    data_dir: Path
+    socket: Path
+    model: str
+    model_dir: Path
+    budget_bytes: int = DEFAULT_BUDGET_BYTES
+    quota_bytes: int = DEFAULT_QUOTA_BYTES
+    kv_format: str = "auto"
+    attention: str = "auto"
+    sharing: str = "agent"
+    chunk_tokens: int = 512
+    max_queued: int = 256
+    drain_grace_s: float = 30.0
+    log_level: str = "info"
+    log_file: Path | None = None
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("kv-format", self.kv_format, ("auto", *NAMED_FORMATS))
+        _one_of("attention", self.attention, ATTENTION)
+        _one_of("sharing", self.sharing, SHARING)
+        _one_of("log-level", self.log_level, LOG_LEVELS)
+        _at_least("budget", self.budget_bytes, MIN_BUDGET_BYTES, "bytes")
+        _at_least("quota", self.quota_bytes, MIN_BUDGET_BYTES, "bytes")
+        _at_least("chunk", self.chunk_tokens, 1, "tokens")
+        _at_least("max-queued", self.max_queued, 1, "requests")
+        if self.drain_grace_s < 0:
+            raise ConfigError(f"drain-grace must be 0 seconds or more, not {self.drain_grace_s}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}", setting=name)
+
+
+def _at_least(name: str, value: int, low: int, unit: str) -> None:
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low} {unit}, not {value}", setting=name)

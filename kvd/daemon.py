@@ -1,0 +1,163 @@
+"""The daemon: data folder, engine thread, RPC server, signals. With `kvd.assembly`, the composition root.
+
+Order of a start: lock the data folder (a second daemon is refused with the pid of the first), listen, then load the
+model on the engine thread; calls that need it wait. Order of a stop: no new requests, what runs finishes or is
+cancelled after the grace (its KV is committed either way), the engine ends, the swap queue is flushed, the lock goes.
+A `kill -9` skips all of it and loses nothing that was reported durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvd.assembly import Assembly
+from kvd.config import Settings
+from kvd.errors import KvdError
+from kvd.front.server import RpcServer
+from kvd.ops.lifecycle import Notifier, StopAction, handle_stop_signals, inherited_sockets
+from kvd.ops.logs import get_logger, setup_logging
+from kvd.scheduler.engine import Engine
+from kvd.scheduler.service import KvdService
+from kvd.store.fs import RealFileSystem
+from kvd.store.layout import DataFolder
+
+FORCED_EXIT_CODE = 130
+
+
+class Daemon:
+    """One run of `kvd serve`. Owner: the main thread and its event loop.
+
+    Args:
+        settings: validated settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._log = get_logger("kvd")
+        self._facts: dict[str, object] = {}
+        self._assembly = Assembly(settings, self._facts, self._log_event)
+        self._engine = Engine(
+            self._assembly.build,
+            max_queued=settings.max_queued,
+            on_ready=self._on_engine_ready,
+            on_request_done=self._log_request,
+            check=settings.check,
+        )
+        self._notifier = Notifier()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._service: KvdService | None = None
+        self._started_s = time.monotonic()
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            KvdError: the data folder is in use, the model is missing, the socket cannot be made.
+        """
+        folder = DataFolder(self._settings.data_dir, RealFileSystem())
+        folder.open()
+        try:
+            self._assembly.folder = folder
+            asyncio.run(self._serve())
+        finally:
+            folder.close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        service = KvdService(self._engine, facts=self._facts, request_shutdown=self._stop.set)
+        self._service = service
+        sockets = inherited_sockets()
+        server = RpcServer(
+            service,
+            socket_path=Path(self._settings.socket),
+            sock=sockets[0] if sockets else None,
+            logger=get_logger("kvd.front"),
+        )
+        with handle_stop_signals(self._on_signal):
+            await server.start()
+            try:
+                self._engine.start()
+                watchdog = asyncio.create_task(self._feed_watchdog())
+                await self._stop.wait()
+                watchdog.cancel()
+                service.set_draining()
+                self._notifier.stopping("draining")
+                await self._drain()
+            finally:
+                await server.close(grace_s=2.0)
+
+    async def _drain(self) -> None:
+        assert self._loop is not None
+        if self._failure is None:
+            self._engine.drain()
+            grace_s = self._settings.drain_grace_s
+            done = await self._loop.run_in_executor(None, self._engine.drained.wait, grace_s)
+            if not done:
+                self._engine.cancel_all(f"the daemon is stopping and its grace of {grace_s:g} s is over")
+                await self._loop.run_in_executor(None, self._engine.drained.wait, grace_s)
+        ended = await self._loop.run_in_executor(None, self._engine.stop, 60.0)
+        self._log.info("stopped", clean=ended, uptime_s=round(time.monotonic() - self._started_s, 1))
+
+    async def _feed_watchdog(self) -> None:
+        interval_s = self._notifier.watchdog_interval_s
+        while interval_s is not None:
+            self._notifier.watchdog()
+            await asyncio.sleep(interval_s)
+
+    def _on_signal(self, action: StopAction) -> None:
+        assert self._stop is not None
+        if action is StopAction.FORCE:
+            # what is durable is durable; nothing here is worth waiting for
+            self._log.warning("forced_stop")
+            os._exit(FORCED_EXIT_CODE)
+        self._stop.set()
+
+    def _on_engine_ready(self, error: BaseException | None) -> None:
+        """On the engine thread: carry the news to the loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._engine_ready, error)
+
+    def _engine_ready(self, error: BaseException | None) -> None:
+        assert self._service is not None and self._stop is not None
+        if error is not None:
+            self._failure = error
+            self._stop.set()
+            return
+        loaded = self._assembly.loaded
+        assert loaded is not None
+        self._service.set_ready(loaded.codec, loaded.template)
+        self._notifier.ready(f"serving {loaded.spec.model_name}")
+        facts = {name: value for name, value in self._facts.items() if name not in ("notices", "formats", "groups")}
+        self._log.info("ready", seconds=round(time.monotonic() - self._started_s, 2), **facts)
+        notices = self._facts.get("notices")
+        for notice in notices if isinstance(notices, list) else []:
+            self._log.warning("notice", text=notice)
+
+    def _log_request(self, facts: Mapping[str, object]) -> None:
+        """The one canonical line of a request."""
+        self._log.info("request", **facts)
+
+    def _log_event(self, event: str, **facts: object) -> None:
+        self._log.warning(event, **facts)
+
+
+def serve(settings: Settings) -> None:
+    """Run the daemon in the foreground until SIGTERM, SIGINT or `shutdown`.
+
+    Raises:
+        KvdError: it could not start; the message says why and what to do.
+    """
+    with setup_logging(level=settings.log_level, file=settings.log_file):
+        Daemon(settings).run()
+
+
+__all__ = ["Daemon", "KvdError", "serve"]

@@ -1,0 +1,58 @@
+"""What the RPC server asks of the daemon: one method, `Service.call`. The server knows sockets, the service knows kvd.
+
+May import kvd.errors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """Who is at the other end of a connection.
+
+    Attributes:
+        connection: number of the connection since start.
+        pid: process id of the peer, None where the platform does not tell.
+        uid: user id of the peer (always ours: others are refused before a byte is read).
+    """
+
+    connection: int
+    pid: int | None
+    uid: int
+
+
+class CallContext(Protocol):
+    """One call in flight. Methods are safe to call from the event loop thread only."""
+
+    @property
+    def peer(self) -> PeerInfo:
+        """The caller's process."""
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the client cancelled the call or its connection is gone."""
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Run `callback` once, on the loop, when the call is cancelled (at once if it is already)."""
+
+    def emit(self, event: Mapping[str, object]) -> None:
+        """Send a stream event `[2, "stream", [id, event]]`.
+
+        Bounded: when the client does not read and the connection's send buffer exceeds its limit, text events are
+        coalesced or the connection is closed with `slow_reader`; the caller is never blocked.
+        """
+
+
+class Service(Protocol):
+    """The daemon as the server sees it."""
+
+    async def call(self, method: str, params: Mapping[str, object], context: CallContext) -> object:
+        """Carry out one method and return its msgpack-able result.
+
+        Raises:
+            KvdError: mapped to a wire error by the server. Anything else becomes `internal` and is logged.
+        """

@@ -1,0 +1,90 @@
+"""Routes the attention of a loaded mlx-lm model to kvd's backends.
+
+mlx-lm's model files import `scaled_dot_product_attention` by name, so the function is replaced in the module whose code
+calls it: the one that defines the attention class, not the wrapper that was loaded (Gemma 3's text model lives in
+`gemma3_text`). Calls with any other cache type go to the original. Nothing else of mlx-lm is changed.
+
+May import mlx, kvd.model.cache and errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+import mlx.core as mx
+
+from kvd.model.cache import KvLayerCache
+from kvd.model.errors import UnsupportedModel
+
+_FUNCTION: Final = "scaled_dot_product_attention"
+_ORIGINAL: Final = "__kvd_original__"
+
+
+def install(model: Any) -> tuple[str, ...]:  # noqa: ANN401  the mlx-lm door
+    """Install the dispatcher for a model. Installing again changes nothing.
+
+    Args:
+        model: a loaded mlx-lm model (its modules are walked for attention classes).
+
+    Returns:
+        Names of the modules that hold the dispatcher now, sorted.
+
+    Raises:
+        UnsupportedModel: no layer's class comes from a module that imports the function; nothing was changed.
+    """
+    modules = attention_modules(model)
+    if not modules:
+        raise UnsupportedModel(f"no layer of {type(model).__module__} calls mlx-lm's {_FUNCTION}")
+    for module in modules:
+        current = getattr(module, _FUNCTION)
+        if not hasattr(current, _ORIGINAL):
+            setattr(module, _FUNCTION, _dispatcher(current))
+    return tuple(sorted(module.__name__ for module in modules))
+
+
+def uninstall(model: Any) -> None:  # noqa: ANN401
+    """Put the original back wherever `install` replaced it for this model; does nothing where it did not."""
+    for module in attention_modules(model):
+        original = getattr(getattr(module, _FUNCTION), _ORIGINAL, None)
+        if original is not None:
+            setattr(module, _FUNCTION, original)
+
+
+def attention_modules(model: Any) -> list[ModuleType]:  # noqa: ANN401
+    """Modules that define the `__call__` of some submodule of the model and import the function by name."""
+    found: dict[str, ModuleType] = {}
+    for part in model.modules():
+        # A class may inherit __call__; the name is looked up where the code was written.
+        owner = next((cls for cls in type(part).__mro__ if "__call__" in vars(cls)), None)
+        module = sys.modules.get(owner.__module__) if owner is not None else None
+        if module is not None and _FUNCTION in vars(module):
+            found[module.__name__] = module
+    return list(found.values())
+
+
+def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A function with the original's signature that answers for kvd caches itself."""
+
+    @functools.wraps(original)
+    def dispatch(
+        queries: mx.array,
+        keys: Any,  # noqa: ANN401  handles of kvd caches, arrays of others
+        values: Any,  # noqa: ANN401
+        cache: Any = None,  # noqa: ANN401
+        scale: float = 1.0,
+        mask: Any = None,  # noqa: ANN401
+        sinks: mx.array | None = None,
+        **other: Any,  # noqa: ANN401
+    ) -> mx.array:
+        if isinstance(cache, KvLayerCache):
+            return cache.attend(queries, scale=scale, mask=mask, sinks=sinks).out
+        if sinks is not None:
+            other["sinks"] = sinks
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **other)
+
+    setattr(dispatch, _ORIGINAL, original)
+    return dispatch

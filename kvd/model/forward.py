@@ -1,0 +1,62 @@
+"""One step of the model over paged KV: ids in, float32 logits of the last token out.
+
+The only place that calls the model. Hidden states of a chunk are projected to the vocabulary for the last token
+alone: for SmolLM2 the projection of 512 tokens would cost as much again as a sixth of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from kvd.model.cache import SequenceCache
+
+
+class Forward:
+    """Runs a loaded mlx-lm model. Owner: the engine thread.
+
+    Args:
+        model: an mlx-lm model whose text part is `model.model` (embeddings, layers, norm).
+    """
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401  the mlx door
+        self._model = model
+
+    def step(
+        self, sequence: SequenceCache, ids: Sequence[int], *, wants_logits: bool
+    ) -> npt.NDArray[np.float32] | None:
+        """Compute KV of `ids` (written to the sequence's frames) and, if wanted, the last one's logits [vocab]."""
+        sequence.begin_step(len(ids))
+        logits = self._run(sequence, ids, wants_logits=wants_logits)
+        sequence.end_step()
+        return logits
+
+    def replay(self, sequence: SequenceCache, last_id: int) -> npt.NDArray[np.float32]:
+        """Logits of the last token again, from KV that exists; not one byte of it changes."""
+        sequence.begin_replay()
+        logits = self._run(sequence, [last_id], wants_logits=True)
+        sequence.end_step()
+        assert logits is not None
+        return logits
+
+    def _run(
+        self, sequence: SequenceCache, ids: Sequence[int], *, wants_logits: bool
+    ) -> npt.NDArray[np.float32] | None:
+        hidden = self._model.model(mx.array([list(ids)], dtype=mx.int32), cache=sequence.layer_caches)
+        if not wants_logits:
+            # KV of the last layer is written while the graph is evaluated; nothing else is needed
+            mx.eval(hidden)
+            return None
+        last = hidden[:, -1:]
+        if getattr(self._model.args, "tie_word_embeddings", False):
+            out = self._model.model.embed_tokens.as_linear(last)
+        else:
+            out = self._model.lm_head(last)
+        out = out.astype(mx.float32)
+        mx.eval(out)
+        # a copy: the array's buffer goes back to MLX, and hooks write into the logits
+        return np.array(out[0, 0])

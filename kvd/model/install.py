@@ -1,0 +1,104 @@
+"""Putting a model folder in place so that no kill at any moment leaves half of one to be seen.
+
+A folder is built under a hidden name next to its final one, made durable, then renamed. One lock file per model name
+keeps two processes from building the same model; whoever holds it removes what a killed builder left. The lock is the
+kernel's (`flock`), so it dies with its holder. May import this package only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from kvd.errors import InvalidParams
+from kvd.model.progress import Reporter
+from kvd.model.registry import MANIFEST, ModelFolder
+
+_PARTIAL: Final = ".partial-"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(name: str) -> str:
+    """`name`, if it can name a model folder.
+
+    Raises:
+        InvalidParams: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidParams(
+            f"model name {name!r} must be 1 to 128 of A-Z a-z 0-9 . _ - and start with a letter or digit"
+        )
+    return name
+
+
+@contextmanager
+def model_lock(root: Path, name: str, reporter: Reporter) -> Iterator[None]:
+    """Hold the lock of a model name, waiting for another process if need be."""
+    locks = root / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / f"{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reporter.stage(f"another process is installing {name}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file releases the lock
+
+
+def install_folder(root: Path, name: str, build: Callable[[Path], Mapping[str, Any]]) -> ModelFolder:
+    """Build a model folder and put it in place. The caller holds `model_lock`.
+
+    Args:
+        root: the model folder's parent.
+        name: the model's name; `root / name` must not exist.
+        build: fills the (empty) folder it is given and returns the facts for `kvd-model.json`.
+
+    Raises:
+        Exception: what `build` raises; the partial folder is removed and nothing was installed.
+    """
+    remove_partial(root, name)
+    partial = Path(tempfile.mkdtemp(prefix=f".{name}{_PARTIAL}", dir=root))
+    try:
+        facts = build(partial)
+        (partial / MANIFEST).write_text(json.dumps(facts, ensure_ascii=False, indent=1), encoding="utf-8")
+        partial.chmod(0o755)  # mkdtemp makes 0700; weights are no secret
+        for file in partial.iterdir():
+            make_durable(file)
+        make_durable(partial)
+        final = root / name
+        partial.rename(final)
+        make_durable(root)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return ModelFolder(name, final)
+
+
+def remove_partial(root: Path, name: str) -> None:
+    """Remove what killed builders of `name` left. The caller holds `model_lock`."""
+    for left in root.glob(f".{name}{_PARTIAL}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def make_durable(path: Path) -> None:
+    """Flush a file or folder to the drive; macOS needs F_FULLFSYNC, where `fsync` stops at the drive's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        full = getattr(fcntl, "F_FULLFSYNC", None)
+        if full is not None:
+            try:
+                fcntl.fcntl(descriptor, full)
+            except OSError:  # some file systems (network, FAT) do not know it
+                os.fsync(descriptor)
+        else:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

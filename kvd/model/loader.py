@@ -1,0 +1,92 @@
+"""The only door to mlx_lm: from a model folder to a model in memory, its text codec, template and cache geometry.
+
+Weights and activations are float32 where MLX computes on the CPU (half-precision and quantised products are one to two
+orders slower there, so quantised weights are unpacked) and as stored elsewhere. May import this package only, and mlx
+and mlx_lm inside functions: importing this module stays cheap for commands that load nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvd.model.cache_spec import build_cache_spec, check_supported
+from kvd.model.errors import ModelCorrupt
+from kvd.model.fingerprint import fingerprint
+from kvd.model.registry import ModelFolder
+from kvd.model.spec import ModelCacheSpec
+from kvd.model.template import ChatTemplate
+from kvd.model.tokenizer import TextCodec
+
+_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. The arrays in `model` belong to the thread that loaded it.
+
+    Attributes:
+        model: the mlx_lm model; `model(ids, cache=...)` gives logits [batch, tokens, vocab].
+        codec: text to ids and back.
+        template: the chat template, or None for a model without one.
+        spec: cache geometry, with the fingerprint.
+        folder: where it came from.
+        dtype: dtype of activations.
+        weights_bytes: bytes of the parameters in memory.
+    """
+
+    model: Any
+    codec: TextCodec
+    template: ChatTemplate | None
+    spec: ModelCacheSpec
+    folder: ModelFolder
+    dtype: str
+    weights_bytes: int
+
+
+def load(folder: ModelFolder) -> LoadedModel:
+    """Load a model; all weights are evaluated on return.
+
+    What can be refused is refused before a weight is read.
+
+    Raises:
+        UnsupportedModel: architecture, layer kind, head width or tokenizer.
+        ModelCorrupt: a file is missing, unreadable or does not fit the configuration.
+    """
+    config = folder.config()
+    check_supported(config)
+    codec = TextCodec.from_folder(folder.path)
+    template = ChatTemplate.from_folder(folder.path, codec)
+    model, dtype = _load_weights(folder)
+    spec = build_cache_spec(
+        config,
+        model_name=folder.name,
+        fingerprint=fingerprint(folder, compute_dtype=dtype).fingerprint,
+        item_bytes=_ITEM_BYTES[dtype],
+    )
+    from mlx.utils import tree_flatten
+
+    weights_bytes = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
+    return LoadedModel(model, codec, template, spec, folder, dtype, weights_bytes)
+
+
+def _load_weights(folder: ModelFolder) -> tuple[Any, str]:
+    """The evaluated mlx_lm model and the dtype it computes in."""
+    import mlx.core as mx
+    from mlx_lm.utils import dequantize_model, load_model
+
+    folder.weight_files()
+    try:
+        model, config = load_model(folder.path, lazy=True)
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
+        raise ModelCorrupt(f"{folder.path} cannot be loaded: {error}", folder=str(folder.path)) from error
+    if mx.default_device().type == mx.DeviceType.cpu:
+        if "quantization" in config:
+            model = dequantize_model(model)
+        model.set_dtype(mx.float32)
+        dtype = "float32"
+    else:
+        dtype = str(model.model.norm.weight.dtype).rsplit(".", 1)[-1]
+    mx.eval(model.parameters())
+    model.eval()
+    return model, dtype

@@ -1,0 +1,339 @@
+"""Chat templates: from messages to typed text, where only what the template itself wrote is control.
+
+Theory of operation. A Jinja template mixes its markup with what clients wrote, and its output alone does not tell
+which is which. So the template is rendered with a unique sentinel (letters and digits only: it survives trimming,
+escaping and case tests) in place of each message content, and the output is split at the sentinels: between them is
+control text, and in their place comes the content, byte for byte as given, also where the template would have trimmed
+it. JSON the template prints (`tojson`, tools and tool-call arguments) is content as well. Other strings of a client
+(roles, names) stay readable for the template's own tests, unless they hold a letter that control tokens begin or end
+with: then they too travel as sentinels. So nothing a client sends can become a control token.
+
+A template that loses a sentinel (it edits or drops contents) is rendered again with the real contents, which are then
+searched in the output; when even that fails, or would let client text pass as control, the request is refused with the
+reason.
+
+May import kvd.vm.text and this package.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from kvd.errors import InvalidParams
+from kvd.model.errors import ModelCorrupt, TemplateRefused, UnsupportedFeature
+from kvd.model.tokenizer import TextCodec, token_text, utf8
+from kvd.vm.text import Span, SpanKind, TypedText
+
+Message = Mapping[str, Any]
+Piece = tuple[SpanKind, str]
+
+_TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what a model writes, for training; here it prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class fixes the type
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        """Parse to the tag's body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sentinels:
+    """The strings of one rendering that stand for what a client wrote. Owner: that rendering."""
+
+    def __init__(self) -> None:
+        self._prefix = "Kv" + secrets.token_hex(12)  # fresh for each rendering: no client can guess it
+        self._revealed: set[int] = set()
+        self.pieces: list[Piece] = []
+
+    def hide(self, text: str, kind: SpanKind) -> str:
+        """A sentinel for `text`; empty text needs none."""
+        if not text:
+            return ""
+        self.pieces.append((kind, text))
+        return f"{self._prefix}N{len(self.pieces) - 1}E"
+
+    def reveal(self, text: str) -> str:
+        """`text` with the real strings in place of their sentinels, which then count as printed."""
+        pieces, seen = self._split(text)
+        self._revealed |= seen
+        return "".join(piece for _, piece in pieces)
+
+    def split(self, output: str, required: set[int]) -> list[Piece] | None:
+        """The output as pieces; None when a required sentinel is missing or any was cut in pieces."""
+        pieces, seen = self._split(output)
+        broken = any(kind == "control" and self._prefix[:12] in text for kind, text in pieces)
+        return None if broken or not required <= seen | self._revealed else pieces
+
+    def _split(self, text: str) -> tuple[list[Piece], set[int]]:
+        first, *rest = text.split(self._prefix + "N")
+        pieces: list[Piece] = [("control", first)]
+        seen: set[int] = set()
+        for part in rest:
+            number, end, after = part.partition("E")
+            if end and number.isdecimal() and int(number) < len(self.pieces):
+                seen.add(int(number))
+                pieces += [self.pieces[int(number)], ("control", after)]
+            else:
+                pieces.append(("control", self._prefix + part))
+        return pieces, seen
+
+
+class ChatTemplate:
+    """A model's chat template. Immutable.
+
+    Args:
+        source: the Jinja text.
+        codec: says which strings could spell control tokens.
+        tokens: values of `bos_token`, `eos_token` and their like for the template.
+        tool_source: another template to use when tools are given.
+
+    Raises:
+        ModelCorrupt: the template is no valid Jinja.
+    """
+
+    def __init__(
+        self, source: str, codec: TextCodec, *, tokens: Mapping[str, str] | None = None, tool_source: str | None = None
+    ) -> None:
+        self.source = source
+        self._codec = codec
+        self._tokens = dict(tokens or {})
+        self._environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        self._environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        self._environment.filters["tojson"] = _tojson
+        self._tool_source = source if tool_source is None else tool_source
+        try:
+            parsed = self._environment.parse(self._tool_source)
+            self._plain = self._environment.from_string(source)
+            self._with_tools = self._environment.from_string(self._tool_source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelCorrupt(f"the chat template does not parse: {error}") from None
+        self.supports_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
+
+    @classmethod
+    def from_folder(cls, folder: Path, codec: TextCodec) -> ChatTemplate | None:
+        """The template of a model folder: `chat_template.jinja`, else the entry of `tokenizer_config.json`.
+
+        Returns:
+            None when the model has none (a base model).
+        """
+        path = folder / "tokenizer_config.json"
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        template = settings.get("chat_template")
+        for name in ("chat_template.jinja", "chat_template.json"):
+            if (folder / name).is_file():
+                text = (folder / name).read_text(encoding="utf-8")
+                template = text if name.endswith(".jinja") else json.loads(text).get("chat_template")
+                break
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
+            template, tool_source = named.get("default"), named.get("tool_use")
+        else:
+            tool_source = None
+        if not isinstance(template, str):
+            return None
+        tokens = {name: value for name in _TOKEN_NAMES if (value := token_text(settings.get(name))) is not None}
+        return cls(template, codec, tokens=tokens, tool_source=tool_source)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> TypedText:
+        """Typed text of a conversation.
+
+        Args:
+            messages: objects with `role` and `content` (text, a list of text parts, or None beside tool calls);
+                contents of `assistant` messages are of kind `generated`, all others `content`.
+            tools: tool definitions in the OpenAI form.
+            add_generation_prompt: end with the markup that opens the assistant's answer.
+            variables: further switches the template knows, such as `enable_thinking`.
+
+        Returns:
+            Text whose adjacent spans differ in kind.
+
+        Raises:
+            InvalidParams: a message is no message.
+            InvalidText: lone surrogates.
+            UnsupportedFeature: tools without a template that shows them, or parts that are not text.
+            TemplateRefused: the template raised, or loses what it is given.
+        """
+        if tools and not self.supports_tools:
+            raise UnsupportedFeature("the model's chat template does not show tools", feature="tools")
+        plain = [_normalise(message, index) for index, message in enumerate(messages)]
+        context = {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
+        context |= dict(variables or {})
+        pieces = self._render_hidden(plain, context)
+        if pieces is None:
+            pieces = self._render_and_search(plain, context)
+        return _typed(pieces)
+
+    def _render_hidden(self, messages: Sequence[dict[str, Any]], context: Mapping[str, Any]) -> list[Piece] | None:
+        """Render with sentinels; None when a message content did not come back."""
+        sentinels = _Sentinels()
+
+        def guard(value: object) -> object:
+            """Client strings that could take part in spelling a control token, hidden; all else as it is."""
+            if isinstance(value, str):
+                return sentinels.hide(value, "content") if self._codec.may_spell_control(value) else value
+            if isinstance(value, Mapping):
+                return {guard(key): guard(item) for key, item in value.items()}
+            return [guard(item) for item in value] if isinstance(value, list | tuple) else value
+
+        contents: set[int] = set()
+        hidden: list[dict[str, Any]] = []
+        for message in messages:
+            kept = {key: guard(value) for key, value in message.items() if key != "content"}
+            content: str | None = message["content"]
+            if content:
+                contents.add(len(sentinels.pieces))
+                content = sentinels.hide(content, _kind(message))
+            hidden.append({**kept, "content": content})
+        guarded = {key: guard(value) for key, value in context.items()}
+        output = self._run(hidden, guarded, sentinels)
+        return sentinels.split(output, contents)
+
+    def _render_and_search(self, messages: Sequence[dict[str, Any]], context: Mapping[str, Any]) -> list[Piece]:
+        """Render with the real contents and find them in the output, in order."""
+        if any(self._codec.may_spell_control(text) for text in _strings([*messages, context])):
+            raise TemplateRefused(
+                "the chat template changes or drops message contents, and the request holds characters that control "
+                "tokens are made of; use a template that prints contents unchanged"
+            )
+        sentinels = _Sentinels()
+        output = sentinels.reveal(self._run(messages, context, sentinels))
+        pieces: list[Piece] = []
+        start = 0
+        for index, message in enumerate(messages):
+            content: str = message["content"] or ""
+            text = next((text for text in (content, content.strip()) if output.find(text, start) >= 0), None)
+            if text is None:
+                raise TemplateRefused(f"the chat template does not print the content of message {index}", index=index)
+            at = output.find(text, start)
+            pieces += [("control", output[start:at]), (_kind(message), text)]
+            start = at + len(text)
+        return [*pieces, ("control", output[start:])]
+
+    def _run(self, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any], sentinels: _Sentinels) -> str:
+        template = self._with_tools if context["tools"] else self._plain
+        try:
+            # `_kvd_sentinels` is how the tojson filter finds the rendering it belongs to.
+            return template.render(messages=messages, _kvd_sentinels=sentinels, **{**self._tokens, **context})
+        except jinja2.TemplateError as error:
+            raise TemplateRefused(f"the chat template refuses the messages: {error.message or error}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise TemplateRefused(f"the chat template fails on the messages: {error}") from None
+
+
+def _normalise(message: Message, index: int) -> dict[str, Any]:
+    """A message with its content as one string (or None) and tool-call arguments as objects."""
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidParams(f"message {index} needs a role", index=index)
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        texts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+        if len(texts) != len(content):
+            raise UnsupportedFeature(f"message {index} has parts that are not text", feature="content parts")
+        content = "".join(texts)
+    if content is not None and not isinstance(content, str):
+        raise InvalidParams(f"content of message {index} must be text, a list of text parts or null", index=index)
+    if content:
+        utf8(content)
+    result = {**message, "content": content}
+    if isinstance(message.get("tool_calls"), list | tuple):
+        result["tool_calls"] = [_with_object_arguments(call) for call in message["tool_calls"]]
+    return result
+
+
+def _with_object_arguments(call: object) -> object:
+    """A tool call whose JSON arguments are parsed: templates print objects, the OpenAI form sends a string."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        parsed = arguments
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _strings(value: object) -> Iterator[str]:
+    """All strings inside plain data, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _kind(message: Mapping[str, Any]) -> SpanKind:
+    return "generated" if message["role"] == "assistant" else "content"
+
+
+def _typed(pieces: Sequence[Piece]) -> TypedText:
+    """Pieces as typed text: empty ones dropped, neighbours of one kind joined."""
+    data = bytearray()
+    spans: list[Span] = []
+    for kind, text in pieces:
+        raw = utf8(text)
+        if not raw:
+            continue
+        data += raw
+        if spans and spans[-1].kind == kind:
+            spans[-1] = Span(kind, spans[-1].text_bytes + len(raw))
+        else:
+            spans.append(Span(kind, len(raw)))
+    return TypedText(bytes(data), tuple(spans))
+
+
+@jinja2.pass_context
+def _tojson(context: jinja2.runtime.Context, value: object, indent: int | None = None, **options: Any) -> str:  # noqa: ANN401
+    """JSON as model templates expect it: no HTML escapes, no ASCII escapes; hidden as one piece of content."""
+    sentinels = context.resolve("_kvd_sentinels")
+    if not isinstance(sentinels, _Sentinels):
+        raise jinja2.TemplateError("tojson is used outside a rendering")
+    settings = {"ensure_ascii": False, **options}
+    return sentinels.hide(json.dumps(_revealed(value, sentinels), indent=indent, **settings), "content")
+
+
+def _revealed(value: object, sentinels: _Sentinels) -> object:
+    """`value` with the real strings in place of sentinels."""
+    if isinstance(value, str):
+        return sentinels.reveal(value)
+    if isinstance(value, Mapping):
+        return {_revealed(key, sentinels): _revealed(item, sentinels) for key, item in value.items()}
+    return [_revealed(item, sentinels) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(pattern)

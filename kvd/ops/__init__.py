@@ -1,0 +1,42 @@
+"""Running kvd as a service: logs, sizes, the machine's limits, life under a service manager.
+
+`logs` sets up structlog and knows the one line of a request; `sizes` parses and formats sizes; `footprint` measures a
+process's memory; `device` asks the machine for memory and disk and clamps budget and quota; `lifecycle` speaks to
+systemd and launchd and turns signals into a drain; `errors` holds the faults. May import structlog and kvd.errors;
+no mlx, no numpy, nothing else of kvd.
+"""
+
+from __future__ import annotations
+
+from kvd.ops.device import Clamped, DeviceFacts, clamp_budget, clamp_quota, device_facts
+from kvd.ops.errors import InheritedSocketUnusable, InvalidSize
+from kvd.ops.footprint import Footprint, measure_footprint, process_footprint_bytes
+from kvd.ops.lifecycle import Notifier, StopAction, StopPlan, handle_stop_signals, inherited_sockets
+from kvd.ops.logs import LEVELS, LogSetup, RequestLine, get_logger, request_line, setup_logging
+from kvd.ops.sizes import format_size, parse_size
+
+__all__ = [
+    "LEVELS",
+    "Clamped",
+    "DeviceFacts",
+    "Footprint",
+    "InheritedSocketUnusable",
+    "InvalidSize",
+    "LogSetup",
+    "Notifier",
+    "RequestLine",
+    "StopAction",
+    "StopPlan",
+    "clamp_budget",
+    "clamp_quota",
+    "device_facts",
+    "format_size",
+    "get_logger",
+    "handle_stop_signals",
+    "inherited_sockets",
+    "measure_footprint",
+    "parse_size",
+    "process_footprint_bytes",
+    "request_line",
+    "setup_logging",
+]

@@ -1,0 +1,148 @@
+"""What the machine has, and what of it kvd may take: memory for the budget, disk for the quota.
+
+Imports the standard library and kvd.ops.sizes only; what the GPU recommends is passed in by whoever may ask mlx.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.ops.sizes import format_size
+
+__all__ = ["Clamped", "DeviceFacts", "clamp_budget", "clamp_quota", "device_facts"]
+
+MEMORY_SHARE = 0.75
+"""Of the memory, at most this for model and pages together: the rest keeps the system and its file cache alive."""
+DISK_SHARE = 0.5
+"""Of the free disk, at most this for swap files by default: somebody else needs room too."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """Memory and disk of this machine.
+
+    Attributes:
+        memory_bytes: physical memory, or the limit of our control group if that is less.
+        disk_free_bytes: free on the file system of the data folder, for an ordinary user.
+        disk_total_bytes: size of that file system.
+    """
+
+    memory_bytes: int
+    disk_free_bytes: int
+    disk_total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clamped:
+    """A limit after the machine's word.
+
+    Attributes:
+        granted_bytes: what applies.
+        reason: why it is less than what was wanted, with the figures; None if it is not.
+    """
+
+    granted_bytes: int
+    reason: str | None
+
+
+def device_facts(data_dir: Path, *, root: Path = Path("/")) -> DeviceFacts:
+    """Ask the machine.
+
+    Args:
+        data_dir: a folder on the disk in question; need not exist yet.
+        root: where `proc` and `sys` are looked for.
+
+    Raises:
+        OSError: the disk does not answer.
+    """
+    existing = data_dir.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    usage = shutil.disk_usage(existing)
+    limits = [_physical_memory_bytes(), *_group_limits_bytes(root)]
+    return DeviceFacts(memory_bytes=min(limits), disk_free_bytes=usage.free, disk_total_bytes=usage.total)
+
+
+def clamp_budget(
+    wanted_bytes: int, facts: DeviceFacts, *, reserved_bytes: int, device_limit_bytes: int | None = None
+) -> Clamped:
+    """The page budget that this machine can hold.
+
+    Args:
+        wanted_bytes: the configured budget.
+        facts: the machine.
+        reserved_bytes: what the model takes besides pages: weights, scratch of a step.
+        device_limit_bytes: what the GPU recommends for everything together; None on a CPU.
+    """
+    ceiling_bytes = int(facts.memory_bytes * MEMORY_SHARE)
+    origin = f"{MEMORY_SHARE:.0%} of the machine's {format_size(facts.memory_bytes)}"
+    if device_limit_bytes is not None and device_limit_bytes < ceiling_bytes:
+        ceiling_bytes, origin = device_limit_bytes, f"the device's working set of {format_size(device_limit_bytes)}"
+    room_bytes = max(0, ceiling_bytes - reserved_bytes)
+    if wanted_bytes <= room_bytes:
+        return Clamped(wanted_bytes, None)
+    return Clamped(
+        room_bytes,
+        f"budget {format_size(wanted_bytes)} cut to {format_size(room_bytes)}: {origin}, "
+        f"less {format_size(reserved_bytes)} for the model",
+    )
+
+
+def clamp_quota(wanted_bytes: int | None, facts: DeviceFacts, *, used_bytes: int) -> Clamped:
+    """The disk quota of the data folder.
+
+    Args:
+        wanted_bytes: the configured quota; None for the default share of the disk.
+        facts: the machine.
+        used_bytes: what the folder holds already; it counts as ours to keep.
+    """
+    if wanted_bytes is None:
+        return Clamped(int((facts.disk_free_bytes + used_bytes) * DISK_SHARE), None)
+    room_bytes = facts.disk_free_bytes + used_bytes
+    if wanted_bytes <= room_bytes:
+        return Clamped(wanted_bytes, None)
+    return Clamped(
+        room_bytes,
+        f"quota {format_size(wanted_bytes)} cut to {format_size(room_bytes)}: "
+        f"{format_size(facts.disk_free_bytes)} free and {format_size(used_bytes)} used already",
+    )
+
+
+def _physical_memory_bytes() -> int:
+    if sys.platform == "darwin":
+        value = ctypes.c_uint64(0)
+        length = ctypes.c_size_t(ctypes.sizeof(value))
+        library = ctypes.CDLL("/usr/lib/libSystem.B.dylib")
+        if library.sysctlbyname(b"hw.memsize", ctypes.byref(value), ctypes.byref(length), None, 0) == 0:
+            return int(value.value)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_limits_bytes(root: Path) -> list[int]:
+    """Memory limits of our control groups (v1 and v2) and of all groups above them."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            text = _read(base.joinpath(*parts[:depth], name)).strip()
+            if text.isdigit() and int(text) > 0:
+                limits.append(int(text))
+    return limits
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,236 @@
+"""Logging: structlog for us, the standard library's loggers and warnings of others through the same pipe.
+
+Lines are JSON objects in files and pipes, `key=value` on a terminal. A request leaves exactly one line at the default
+level (`request_line`); whatever happens inside it is `debug`. Prompts and replies are never logged. Log files are
+0600, are rotated by size, and few are kept. Imports structlog and kvd.ops.sizes only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+__all__ = ["LEVELS", "LogSetup", "RequestLine", "get_logger", "request_line", "setup_logging"]
+
+LEVELS = ("debug", "info", "warning", "error")
+_CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3", "watchdog")
+"""Libraries whose `info` is noise to us: they are held at `warning`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLine:
+    """The canonical line of one request. Fields that do not apply are None and left out of the line.
+
+    Attributes:
+        method: the protocol's method.
+        outcome: `ok`, or the error's stable name.
+        total_s: from the request's arrival to its response.
+        request: the daemon's number of the request.
+        connection: number of the client's connection.
+        peer_pid: the client's process.
+        agent: whose address space.
+        namespace: the sharing domain.
+        queued_s: waiting for its turn.
+        ttft_s: from arrival to the first sampled token.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: of these, computed before and reused.
+        completion_tokens: new tokens.
+        finish_reason: why generation ended.
+        match: `new`, `exact`, `extend` or `diverge`.
+        match_reason: where and why, on a miss or divergence (a position and a kind, never text).
+        swapped_in_pages: pages read from disk for it.
+        written_bytes: bytes its commit wrote.
+        durable: whether the turn is on disk.
+    """
+
+    method: str
+    outcome: str
+    total_s: float
+    request: int | None = None
+    connection: int | None = None
+    peer_pid: int | None = None
+    agent: str | None = None
+    namespace: str | None = None
+    queued_s: float | None = None
+    ttft_s: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish_reason: str | None = None
+    match: str | None = None
+    match_reason: str | None = None
+    swapped_in_pages: int | None = None
+    written_bytes: int | None = None
+    durable: bool | None = None
+
+
+def request_line(logger: structlog.stdlib.BoundLogger, line: RequestLine) -> None:
+    """Log the one line of a finished request: `warning` if it failed, `info` otherwise."""
+    facts = {name: _rounded(value) for name, value in asdict(line).items() if value is not None}
+    if line.outcome in ("ok", "cancelled"):
+        logger.info("request", **facts)
+    else:
+        logger.warning("request", **facts)
+
+
+def _rounded(value: object) -> object:
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger; `name` is the module's."""
+    return structlog.stdlib.get_logger(name)
+
+
+class LogSetup:
+    """Logging as it was set up. `close` puts everything back as it was, and is safe to call twice.
+
+    Owner of the root logger's handlers from `setup_logging` to `close`.
+    """
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self._restore: Callable[[], None] | None = restore
+
+    def close(self) -> None:
+        """Close the log file and restore the former handlers."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def __enter__(self) -> LogSetup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def setup_logging(
+    *,
+    level: str = "info",
+    file: Path | None = None,
+    stream: TextIO | None = None,
+    json: bool | None = None,
+    max_file_bytes: int = 10_000_000,
+    kept_files: int = 3,
+) -> LogSetup:
+    """Route every log line and warning of this process to one place.
+
+    Args:
+        level: one of `LEVELS`, for us and for quiet libraries; chatty libraries are never below `warning`.
+        file: a log file, made 0600 in a folder that exists; JSON. None for `stream`.
+        stream: standard error by default.
+        json: JSON lines or `key=value`; None decides: JSON unless the stream is a terminal.
+        max_file_bytes: the file is rotated before it exceeds this.
+        kept_files: rotated files kept besides the current one.
+
+    Raises:
+        ValueError: an unknown level; the message lists the allowed ones.
+        OSError: the file cannot be opened. Logging is then unchanged.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"log level {level!r} is unknown: give one of {', '.join(LEVELS)}")
+    out = sys.stderr if stream is None else stream
+    handler: logging.Handler
+    if file is not None:
+        handler = _PrivateRotatingFile(file, max_bytes=max_file_bytes, kept_files=kept_files)
+        as_json = True if json is None else json
+    else:
+        handler = logging.StreamHandler(out)
+        as_json = not out.isatty() if json is None else json
+    handler.setFormatter(_formatter(as_json=as_json))
+    return LogSetup(_install(handler, level))
+
+
+def _install(handler: logging.Handler, level: str) -> Callable[[], None]:
+    """Make `handler` the only one; return what undoes it."""
+    root = logging.getLogger()
+    former_handlers, former_level = root.handlers[:], root.level
+    former_levels = {name: logging.getLogger(name).level for name in _CHATTY}
+    number = getattr(logging, level.upper())
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+    logging.captureWarnings(True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *_shared_processors(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+
+    def restore() -> None:
+        logging.captureWarnings(False)
+        root.handlers[:] = former_handlers
+        root.setLevel(former_level)
+        for name, value in former_levels.items():
+            logging.getLogger(name).setLevel(value)
+        handler.close()
+        structlog.reset_defaults()
+
+    return restore
+
+
+def _shared_processors() -> list[Processor]:
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+    ]
+
+
+def _formatter(*, as_json: bool) -> logging.Formatter:
+    renderer: Processor
+    if as_json:
+        renderer = structlog.processors.JSONRenderer(default=str, ensure_ascii=False)
+    else:
+        renderer = structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"], bool_as_flag=False)
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*_shared_processors(), _one_line_warning],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _no_surrogates, renderer],
+    )
+
+
+def _one_line_warning(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """`captureWarnings` sends the warning with the source line below it; keep the first line."""
+    if event.get("logger") == "py.warnings":
+        event["event"] = str(event["event"]).strip().splitlines()[0]
+    return event
+
+
+def _no_surrogates(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """A file name that is no UTF-8 must not break the log: show its bytes."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isascii():
+            event[key] = value.encode("utf-8", "backslashreplace").decode()
+    return event
+
+
+class _PrivateRotatingFile(RotatingFileHandler):
+    """A rotated file that nobody else can read, whatever the umask."""
+
+    def __init__(self, path: Path, *, max_bytes: int, kept_files: int) -> None:
+        super().__init__(path, maxBytes=max_bytes, backupCount=kept_files, encoding="utf-8")
+
+    def _open(self) -> TextIOWrapper:
+        fd = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.fchmod(fd, 0o600)
+        return os.fdopen(fd, "a", encoding="utf-8")

@@ -1,0 +1,30 @@
+"""How keys and values become bits.
+
+- `spec`: page formats and the exact bytes of a page; imports kvd.ids and kvd.errors only.
+- `codec`: the one codec (numpy) that every backend must match; imports spec and errors.
+- `conditioning`: static key conditioning, its constants and their files; imports mlx, errors.
+- `simulate`: caches that quantise on write without pages, for calibration; imports mlx, codec, conditioning.
+- `calibration`: the result of calibration and its files; imports kvd.model.spec, codec, conditioning, spec.
+- `calibrate`: chooses a format for a model by perplexity; imports mlx, kvd.model (spec, loader, registry, progress).
+- `errors`: the package's error classes; imports kvd.errors.
+
+Nothing here imports from vm, store, attention, scheduler or front.
+"""
+
+from kvd.quant.codec import decode, encode
+from kvd.quant.errors import ConditioningDamaged, NonFiniteValues
+from kvd.quant.spec import NAMED_FORMATS, PAGE_TOKENS, LayerFormat, PageFormat, PageLayout, SideFormat, named_format
+
+__all__ = [
+    "NAMED_FORMATS",
+    "PAGE_TOKENS",
+    "ConditioningDamaged",
+    "LayerFormat",
+    "NonFiniteValues",
+    "PageFormat",
+    "PageLayout",
+    "SideFormat",
+    "decode",
+    "encode",
+    "named_format",
+]

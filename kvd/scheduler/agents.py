@@ -1,0 +1,293 @@
+"""Agents as the engine holds them: branches of typed text, token ids and an address space each.
+
+Theory of operation. A branch is what a client would call the conversation: text in typed spans, the token ids that
+stand for it (kept exactly as they were computed, since the same text may tokenise otherwise), and how many of them
+have KV. `Baseline` remembers how much of the branch the agent's log holds, as the least of every cut since the last
+commit; the next record says only what lies beyond it. So a turn that could not be committed (full disk) is simply part
+of the next record.
+
+Owner: the engine thread. May import kvd.ids, kvd.errors, kvd.vm and kvd.store.records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvd.ids import SpaceId
+from kvd.quant.spec import PAGE_TOKENS
+from kvd.scheduler.requests import AgentRef
+from kvd.store.records import AgentRecord, PageEntry, PositionRun, RecordKind, SegmentDelta
+from kvd.vm.text import Span, SpanKind, TypedText
+
+MAX_BRANCHES = 4
+"""Branches an agent keeps beside its current one; the least recently used is let go of first."""
+
+
+@dataclass(slots=True)
+class Baseline:
+    """How much of a branch the log holds and is still true.
+
+    Attributes:
+        parent: branch whose logged state is the base; None when it is this branch's own (or nothing).
+        tokens, text_bytes: prefix of the base that stands.
+        logged_pages: sealed pages a segment had when it was logged.
+        pages: of those, the ones that still stand.
+        tail: tokens of the base's open page that still stand.
+    """
+
+    parent: int | None = None
+    tokens: int = 0
+    text_bytes: int = 0
+    logged_pages: int = 0
+    pages: int = 0
+    tail: int = 0
+
+    def cut(self, *, tokens: int, text_bytes: int, computed: int) -> None:
+        """The branch was cut: what lies beyond stands no more.
+
+        Args:
+            tokens: ids kept.
+            text_bytes: text bytes kept.
+            computed: tokens whose KV was kept (at most `tokens`).
+        """
+        self.tokens = min(self.tokens, tokens)
+        self.text_bytes = min(self.text_bytes, text_bytes)
+        if computed < self.pages * PAGE_TOKENS + self.tail:
+            self.pages = min(self.pages, computed // PAGE_TOKENS)
+            intact = self.pages == self.logged_pages
+            self.tail = min(self.tail, computed - self.pages * PAGE_TOKENS) if intact else 0
+
+
+@dataclass(slots=True)
+class Branch:
+    """One branch of an agent. See the module docstring."""
+
+    branch_id: int
+    space: SpaceId
+    format_ids: tuple[str, ...]
+    tokens: list[int] = field(default_factory=list)
+    token_bytes: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    text: bytearray = field(default_factory=bytearray)
+    computed: int = 0
+    baseline: Baseline = field(default_factory=Baseline)
+    last_used: int = 0
+
+    @property
+    def typed(self) -> TypedText:
+        """Text and spans as the matcher takes them."""
+        return TypedText(bytes(self.text), tuple(self.spans))
+
+    def text_bytes_of(self, tokens: int) -> int:
+        """Text bytes that the first `tokens` ids stand for."""
+        return sum(self.token_bytes[:tokens])
+
+    def append(self, kind: SpanKind, data: bytes, ids: Sequence[int], token_bytes: Sequence[int]) -> None:
+        """Add text of one kind and its ids. `sum(token_bytes) == len(data)`."""
+        if sum(token_bytes) != len(data):
+            raise ValueError(f"token bytes add up to {sum(token_bytes)}, text has {len(data)}")
+        if data:
+            if self.spans and self.spans[-1].kind == kind:
+                self.spans[-1] = Span(kind, self.spans[-1].text_bytes + len(data))
+            else:
+                self.spans.append(Span(kind, len(data)))
+        self.text += data
+        self.tokens.extend(ids)
+        self.token_bytes.extend(token_bytes)
+
+    def cut(self, tokens: int) -> None:
+        """Keep the first `tokens` ids and their text; KV beyond them is gone too."""
+        kept_bytes = self.text_bytes_of(tokens)
+        del self.tokens[tokens:], self.token_bytes[tokens:], self.text[kept_bytes:]
+        self.spans = cut_spans(self.spans, kept_bytes)
+        self.computed = min(self.computed, tokens)
+        self.baseline.cut(tokens=tokens, text_bytes=kept_bytes, computed=self.computed)
+
+    def drop_kv_from(self, computed: int) -> None:
+        """KV from token `computed` on is gone (a lost page); the ids stay and are computed again."""
+        self.computed = min(self.computed, computed)
+        self.baseline.cut(tokens=len(self.tokens), text_bytes=len(self.text), computed=self.computed)
+
+    def border_at_most(self, tokens: int) -> int:
+        """Largest count <= `tokens` after which the text ends on a character border."""
+        offset = self.text_bytes_of(tokens)
+        while tokens and offset < len(self.text) and self.text[offset] & 0xC0 == 0x80:
+            tokens -= 1
+            offset -= self.token_bytes[tokens]
+        return tokens
+
+
+def cut_spans(spans: Sequence[Span], text_bytes: int) -> list[Span]:
+    """The spans that tile the first `text_bytes` bytes."""
+    kept: list[Span] = []
+    for span in spans:
+        if text_bytes <= 0:
+            break
+        kept.append(Span(span.kind, min(span.text_bytes, text_bytes)))
+        text_bytes -= span.text_bytes
+    return kept
+
+
+def rest_of(typed: TypedText, start: int) -> TypedText:
+    """`typed` without its first `start` bytes."""
+    spans: list[Span] = []
+    offset = 0
+    for span in typed.spans:
+        end = offset + span.text_bytes
+        if end > start:
+            spans.append(Span(span.kind, end - max(offset, start)))
+        offset = end
+    return TypedText(typed.data[start:], tuple(spans))
+
+
+@dataclass(slots=True)
+class Agent:
+    """An agent: its branches, its place in its log.
+
+    Attributes:
+        ref: namespace and name.
+        branches: by branch id.
+        current: branch the last turn used.
+        next_branch: id the next new branch gets.
+        seq: number of the last record that is (or may be) in the log.
+        unsaved: why the newest state is not durable; None when it is.
+        dropped_branches: branches let go of that the log still holds.
+        pinned: the user pinned the agent.
+        logged: the agent has a log on disk.
+        created_s: wall clock of the first record.
+    """
+
+    ref: AgentRef
+    branches: dict[int, Branch] = field(default_factory=dict)
+    current: int = 0
+    next_branch: int = 1
+    seq: int = 0
+    unsaved: str | None = None
+    dropped_branches: list[int] = field(default_factory=list)
+    pinned: bool = False
+    created_s: float = 0.0
+    logged: bool = False
+
+    @property
+    def branch(self) -> Branch:
+        """The current branch."""
+        return self.branches[self.current]
+
+    def surplus_branch(self) -> Branch | None:
+        """The branch to let go of, when there are too many."""
+        others = [branch for branch in self.branches.values() if branch.branch_id != self.current]
+        return min(others, key=lambda branch: branch.last_used) if len(others) > MAX_BRANCHES else None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentNow:
+    """A segment's present state, as the record builder needs it.
+
+    Attributes:
+        pages: sealed pages in order.
+        tail_tokens: tokens of the open page.
+        extract: bytes of tokens [start, end) of the open page.
+    """
+
+    pages: tuple[PageEntry, ...]
+    tail_tokens: int
+    extract: Callable[[int, int], bytes]
+
+
+def page_runs(page_number: int) -> tuple[PositionRun, ...]:
+    """Position runs of page `page_number` of a uniform segment: one run of a page's tokens."""
+    return (PositionRun(page_number * PAGE_TOKENS, PAGE_TOKENS),)
+
+
+def build_record(
+    agent: Agent,
+    branch: Branch,
+    segments: Sequence[SegmentNow],
+    *,
+    kind: RecordKind,
+    time_s: float,
+    numerics: str,
+    meta: Mapping[str, object],
+) -> AgentRecord:
+    """The record that brings the log from the branch's baseline to its present state.
+
+    Args:
+        agent: whose log.
+        branch: the branch to record; it becomes current on replay.
+        segments: one per cache group.
+        kind: what happened.
+        time_s: wall clock, seconds since the epoch.
+        numerics: version of the arithmetic that computed the KV.
+        meta: facts of the agent as a whole; the last record's win.
+    """
+    base = branch.baseline
+    deltas: list[SegmentDelta] = []
+    for group, segment in enumerate(segments):
+        kept_pages = min(base.pages, len(segment.pages))
+        same_open_page = base.pages == base.logged_pages == len(segment.pages)
+        tail_start = min(base.tail, segment.tail_tokens) if same_open_page else 0
+        deltas.append(
+            SegmentDelta(
+                group=group,
+                format_id=branch.format_ids[group],
+                kept_pages=kept_pages,
+                new_pages=segment.pages[kept_pages:],
+                tail_start=tail_start,
+                tail_end=segment.tail_tokens,
+                tail_kv=segment.extract(tail_start, segment.tail_tokens) if segment.tail_tokens > tail_start else b"",
+            )
+        )
+    return AgentRecord(
+        seq=agent.seq + 1,
+        agent=agent.ref.agent,
+        namespace=agent.ref.namespace,
+        kind=kind,
+        branch=branch.branch_id,
+        # a base of nothing needs no parent (which may itself not be in the log yet)
+        parent=base.parent if base.tokens else None,
+        base_tokens=base.tokens,
+        base_text_bytes=base.text_bytes,
+        token_ids=tuple(branch.tokens[base.tokens :]),
+        token_bytes=tuple(branch.token_bytes[base.tokens :]),
+        spans=rest_of(branch.typed, base.text_bytes).spans,
+        text=bytes(branch.text[base.text_bytes :]),
+        computed_tokens=branch.computed,
+        segments=tuple(deltas),
+        time_s=time_s,
+        numerics=numerics,
+        meta=dict(meta),
+    )
+
+
+def mark_committed(branch: Branch) -> None:
+    """The log now holds the branch as it is."""
+    pages, tail = divmod(branch.computed, PAGE_TOKENS)
+    branch.baseline = Baseline(
+        parent=None,
+        tokens=len(branch.tokens),
+        text_bytes=len(branch.text),
+        logged_pages=pages,
+        pages=pages,
+        tail=tail,
+    )
+
+
+def baseline_on_parent(parent: Branch, *, tokens: int) -> Baseline:
+    """Baseline of a branch that starts as the first `tokens` ids of `parent`.
+
+    When the parent's own newest state is not in the log, what the log has of it cannot serve as a base beyond what
+    still stands; the parent's baseline says exactly that.
+    """
+    base = parent.baseline
+    own = Baseline(
+        # a parent that is itself not logged yet leans on its own parent's logged state
+        parent=base.parent if base.parent is not None else parent.branch_id,
+        tokens=base.tokens,
+        text_bytes=base.text_bytes,
+        logged_pages=base.logged_pages,
+        pages=base.pages,
+        tail=base.tail,
+    )
+    own.cut(tokens=tokens, text_bytes=parent.text_bytes_of(tokens), computed=min(parent.computed, tokens))
+    return own

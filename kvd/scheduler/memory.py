@@ -1,0 +1,245 @@
+"""The pager's hands: carries out its instructions on frame pool and store, and reports back what happened.
+
+Everything here runs on the engine thread. The store's answers reach `on_result` through the engine's inbox. The order
+of instructions is kept: a frame is dropped, made or copied at once, reads and writes are queued for the swap thread,
+which gets owned bytes and never a view of a frame.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvd.errors import KvdError
+from kvd.ids import Fingerprint, FrameId, GroupId, PageId, PageKey, SpaceId
+from kvd.quant.spec import PageLayout
+from kvd.scheduler.agents import page_runs
+from kvd.store.frame_pool import FramePool
+from kvd.store.page_file import PageHeader
+from kvd.vm.events import (
+    CopyTokens,
+    DropFrame,
+    Event,
+    ForgetPage,
+    LoadDone,
+    LoadFailed,
+    LoadPage,
+    LoadTail,
+    MapFrame,
+    TokensAppended,
+    WriteDone,
+    WriteFailed,
+    WritePage,
+)
+from kvd.vm.pager import Pager
+
+
+@dataclass(frozen=True, slots=True)
+class PageFacts:
+    """What it takes to write or read a sealed page."""
+
+    header: PageHeader
+    layout: PageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceFacts:
+    """What the hands must know of an address space.
+
+    Attributes:
+        domain: namespace its pages belong to.
+        layouts: one per cache group.
+        read_tail: starts reading a group's tail from the log; the answer comes as `tail_read` or `tail_failed`.
+    """
+
+    domain: str
+    layouts: tuple[PageLayout, ...]
+    read_tail: Callable[[PageId, GroupId], None]
+
+
+class SwapDoor(Protocol):
+    """The part of the swap thread the hands use. Answers come back through the engine's inbox."""
+
+    def write_page(self, header: PageHeader, layout: PageLayout, payload: bytes) -> None:
+        """Queue a page write."""
+
+    def read_page(self, header: PageHeader, layout: PageLayout) -> None:
+        """Queue a page read."""
+
+
+@dataclass(slots=True)
+class MemoryStatistics:
+    """Counters since start, with units in their names."""
+
+    pages_loaded: int = 0
+    pages_written: int = 0
+    tails_loaded: int = 0
+    load_failures: int = 0
+    write_failures: int = 0
+    last_write_failure: str | None = None
+    lost_pages: list[str] = field(default_factory=list)
+
+
+class Memory:
+    """Owner: the engine thread.
+
+    Args:
+        pager: decides.
+        pool: holds the frames.
+        swap: reads and writes pages.
+        fingerprint: of the served model; part of every page header.
+        numerics: version of the arithmetic; part of every page header.
+        on_forget: called with pages nobody maps any more.
+        on_event: told of faults for the log: (what, facts).
+    """
+
+    def __init__(
+        self,
+        *,
+        pager: Pager,
+        pool: FramePool,
+        swap: SwapDoor,
+        fingerprint: Fingerprint,
+        numerics: str,
+        on_forget: Callable[[PageId], None],
+        on_event: Callable[..., None],
+    ) -> None:
+        self.pager = pager
+        self.pool = pool
+        self.statistics = MemoryStatistics()
+        self._swap = swap
+        self._fingerprint = fingerprint
+        self._numerics = numerics
+        self._on_forget = on_forget
+        self._on_event = on_event
+        self._spaces: dict[SpaceId, SpaceFacts] = {}
+        self._pages: dict[PageId, PageFacts] = {}
+        self._loading: dict[PageId, tuple[FrameId, PageLayout, int | None]] = {}
+
+    # ---- spaces and pages -------------------------------------------------------------------------------------------
+
+    def add_space(self, space: SpaceId, facts: SpaceFacts) -> None:
+        """Make a space known before the pager hears of it."""
+        self._spaces[space] = facts
+
+    def remove_space(self, space: SpaceId) -> None:
+        """The space is closed."""
+        del self._spaces[space]
+
+    def layouts(self, space: SpaceId) -> tuple[PageLayout, ...]:
+        """Layouts of the space's groups."""
+        return self._spaces[space].layouts
+
+    def know_header(self, header: PageHeader, layout: PageLayout) -> None:
+        """Record the header a page file was found with at start."""
+        self._pages[header.page_id] = PageFacts(header, layout)
+
+    def know_page(self, space: SpaceId, group: int, number: int, page: PageId, key: PageKey) -> None:
+        """Record the header of a sealed page (recovery, sealing)."""
+        if page in self._pages:
+            return
+        facts = self._spaces[space]
+        layout = facts.layouts[group]
+        header = PageHeader(
+            page_id=page,
+            key=key,
+            fingerprint=self._fingerprint,
+            domain=facts.domain,
+            group=group,
+            format_id=layout.format_id,
+            runs=page_runs(number),
+            numerics=self._numerics,
+        )
+        self._pages[page] = PageFacts(header, layout)
+
+    # ---- events in --------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Give the pager an event and carry out what it says."""
+        instructions = self.pager.handle(event)
+        if isinstance(event, TokensAppended) and any(event.keys):
+            self._learn_sealed(event.space)
+        for instruction in instructions:
+            self._carry_out(instruction)
+
+    def append(self, space: SpaceId, tokens: int, keys: Sequence[Sequence[PageKey]]) -> None:
+        """A step wrote `tokens` tokens; `keys[g]` are the keys of pages that became full."""
+        self.apply(TokensAppended(space, tokens, tuple(tuple(group) for group in keys)))
+
+    def _learn_sealed(self, space: SpaceId) -> None:
+        for group, segment in enumerate(self.pager.segments(space)):
+            for number, page in enumerate(segment.refs):
+                self.know_page(space, group, number, page.page_id, page.key)
+
+    def _carry_out(self, instruction: object) -> None:
+        match instruction:
+            case MapFrame(_, frame, group, space):
+                self.pool.create(frame, self._spaces[space].layouts[group])
+            case DropFrame(frame):
+                # a frame whose load is still under way does not exist yet
+                if frame in self.pool:
+                    self.pool.drop(frame)
+            case CopyTokens(source, _, target, _, tokens):
+                self.pool.create(target, self.pool.layout(source))
+                self.pool.copy_tokens(source, target, tokens)
+            case WritePage(page, frame, _):
+                facts = self._pages[page]
+                self._swap.write_page(facts.header, facts.layout, self.pool.export(frame))
+            case LoadPage(page, frame, _):
+                facts = self._pages[page]
+                self._loading[page] = (frame, facts.layout, None)
+                self._swap.read_page(facts.header, facts.layout)
+            case LoadTail(page, frame, group, space, tokens):
+                space_facts = self._spaces[space]
+                self._loading[page] = (frame, space_facts.layouts[group], tokens)
+                space_facts.read_tail(page, group)
+            case ForgetPage(page):
+                self._pages.pop(page, None)
+                self._on_forget(page)
+            case _:
+                raise TypeError(f"unknown instruction {instruction!r}")
+
+    # ---- what the store says ----------------------------------------------------------------------------------------
+
+    def page_written(self, page: PageId, error: KvdError | None) -> None:
+        """A write ended."""
+        if error is None:
+            self.statistics.pages_written += 1
+            self.apply(WriteDone(page))
+            return
+        self.statistics.write_failures += 1
+        self.statistics.last_write_failure = error.message
+        self._on_event("page_write_failed", page=page, reason=error.message)
+        self.apply(WriteFailed(page, error.message))
+
+    def page_read(self, page: PageId, payload: bytes | memoryview | None, error: KvdError | None) -> None:
+        """A read ended: `payload` fills the whole frame."""
+        frame, layout, _ = self._loading.pop(page)
+        if payload is None:
+            self._lost(page, error)
+            return
+        self.pool.create(frame, layout)
+        self.pool.fill(frame, payload)
+        self.statistics.pages_loaded += 1
+        self.apply(LoadDone(page))
+
+    def tail_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
+        """A tail came from the log: `[kv_heads, tokens, width]` per tensor, in layout order."""
+        frame, layout, tokens = self._loading.pop(page)
+        assert tokens is not None
+        if payload is None or len(payload) != tokens * layout.token_bytes:
+            self._lost(page, error)
+            return
+        self.pool.create(frame, layout)
+        self.pool.insert(frame, 0, tokens, payload)
+        self.statistics.tails_loaded += 1
+        self.apply(LoadDone(page))
+
+    def _lost(self, page: PageId, error: KvdError | None) -> None:
+        reason = error.message if error is not None else "the log does not hold all of it"
+        self.statistics.load_failures += 1
+        self.statistics.lost_pages = [*self.statistics.lost_pages[-99:], page]
+        self._on_event("page_lost", page=page, reason=reason, time_s=time.time())
+        self.apply(LoadFailed(page, reason))

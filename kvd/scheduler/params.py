@@ -1,0 +1,194 @@
+"""Parameters of RPC methods: unknown, missing, mistyped and out-of-range ones are refused by name.
+
+Pure. May import kvd.errors, kvd.ids, kvd.scheduler.requests and .sampling, kvd.vm.text.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from kvd.errors import InvalidParams, InvalidText
+from kvd.ids import AgentId, Namespace
+from kvd.scheduler.requests import AgentRef
+from kvd.scheduler.sampling import SamplingParams
+
+T = TypeVar("T")
+
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logit_bias")
+TURN_NAMES = ("agent", "namespace", "max_tokens", "stop", "stream", *SAMPLING_NAMES)
+MAX_NAME_CHARACTERS = 128
+MAX_STOP_STRINGS = 16
+MAX_NEW_TOKENS = 1_000_000
+
+
+class Params:
+    """One call's parameters. Each getter checks type and range; `refuse_unknown` names what is left over.
+
+    Args:
+        method: for messages.
+        raw: as received.
+    """
+
+    def __init__(self, method: str, raw: Mapping[str, object]) -> None:
+        self._method = method
+        self._raw = raw
+
+    def refuse_unknown(self, *allowed: str) -> None:
+        """Raise unless every given name is allowed.
+
+        Raises:
+            InvalidParams: naming the unknown and the allowed ones.
+        """
+        unknown = sorted(str(name) for name in self._raw if name not in allowed)
+        if unknown:
+            raise InvalidParams(
+                f"{self._method} does not know {', '.join(unknown)}; it takes {', '.join(sorted(allowed)) or 'nothing'}",
+                parameters=unknown,
+            )
+
+    def _typed(self, name: str, kind: type[T], default: T | None, *, required: bool, words: str) -> T | None:
+        value = self._raw.get(name)
+        if value is None:
+            if required:
+                raise InvalidParams(f"{self._method} needs {name} ({words})", parameter=name)
+            return default
+        is_bool = isinstance(value, bool)
+        if kind is float and isinstance(value, int) and not is_bool:
+            value = float(value)
+        if not isinstance(value, kind) or (is_bool and kind is not bool):
+            raise InvalidParams(f"{name} must be {words}, not {type(value).__name__}", parameter=name)
+        return value
+
+    def text(self, name: str, *, required: bool = True, default: str = "") -> str:
+        """A string that UTF-8 can carry.
+
+        Raises:
+            InvalidText: lone surrogates.
+            InvalidParams: absent or not a string.
+        """
+        value = self._typed(name, str, default, required=required, words="a string")
+        assert value is not None
+        check_text(name, value)
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean."""
+        value = self._typed(name, bool, default, required=False, words="true or false")
+        assert value is not None
+        return value
+
+    def integer(self, name: str, *, default: int | None = None, low: int = 0, high: int = 2**63 - 1) -> int:
+        """An integer in [low, high]; required when there is no default."""
+        value = self._typed(name, int, default, required=default is None, words=f"an integer from {low} to {high}")
+        assert value is not None
+        if not low <= value <= high:
+            raise InvalidParams(f"{name} must be from {low} to {high}, not {value}", parameter=name)
+        return value
+
+    def optional_integer(self, name: str, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
+        """An integer in [low, high], or None when absent."""
+        return None if self._raw.get(name) is None else self.integer(name, low=low, high=high)
+
+    def number(self, name: str, default: float) -> float:
+        """A float; NaN is refused."""
+        value = self._typed(name, float, default, required=False, words="a number")
+        assert value is not None
+        if value != value:
+            raise InvalidParams(f"{name} must be a number, not NaN", parameter=name)
+        return value
+
+    def name(self, name: str) -> str:
+        """An agent or namespace name: 1 to 128 printable characters."""
+        value = self.text(name)
+        if not 1 <= len(value) <= MAX_NAME_CHARACTERS or any(unicodedata.category(c)[0] == "C" for c in value):
+            raise InvalidParams(
+                f"{name} must be 1 to {MAX_NAME_CHARACTERS} printable characters, not {value[:40]!r}", parameter=name
+            )
+        return value
+
+    def ref(self, name: str = "agent") -> AgentRef:
+        """The agent the call is about."""
+        return AgentRef(self.namespace(), AgentId(self.name(name)))
+
+    def namespace(self) -> Namespace:
+        """The namespace, `default` when absent."""
+        return Namespace("default" if self._raw.get("namespace") is None else self.name("namespace"))
+
+    def stop(self) -> tuple[str, ...]:
+        """Stop strings: one string or a list of at most 16, none empty."""
+        raw = self._raw.get("stop")
+        values = [raw] if isinstance(raw, str) else [] if raw is None else raw
+        if not isinstance(values, Sequence) or not all(isinstance(value, str) and value for value in values):
+            raise InvalidParams("stop must be a non-empty string or a list of them", parameter="stop")
+        if len(values) > MAX_STOP_STRINGS:
+            raise InvalidParams(f"stop takes at most {MAX_STOP_STRINGS} strings, not {len(values)}", parameter="stop")
+        for value in values:
+            check_text("stop", value)
+        return tuple(values)
+
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters (ranges are checked by `SamplingParams`)."""
+        bias = self._raw.get("logit_bias") or {}
+        if not isinstance(bias, Mapping):
+            raise InvalidParams("logit_bias must map token ids to numbers", parameter="logit_bias")
+        pairs: list[tuple[int, float]] = []
+        for token, value in bias.items():
+            try:
+                pairs.append((int(token), float(value)))
+            except (TypeError, ValueError):
+                raise InvalidParams("logit_bias must map token ids to numbers", parameter="logit_bias") from None
+        return SamplingParams(
+            temperature=self.number("temperature", 0.0),
+            top_p=self.number("top_p", 1.0),
+            top_k=self.integer("top_k", default=0),
+            min_p=self.number("min_p", 0.0),
+            repetition_penalty=self.number("repetition_penalty", 1.0),
+            seed=self.optional_integer("seed"),
+            logit_bias=tuple(pairs),
+        )
+
+    def messages(self) -> list[dict[str, object]]:
+        """Chat messages: a non-empty list of maps with at least a `role`; contents are strings or absent.
+
+        Raises:
+            InvalidParams, InvalidText: with the index of the message.
+        """
+        raw = self._raw.get("messages")
+        if not isinstance(raw, Sequence) or isinstance(raw, str | bytes) or not raw:
+            raise InvalidParams(f"{self._method} needs messages (a non-empty list)", parameter="messages")
+        messages: list[dict[str, object]] = []
+        for index, message in enumerate(raw):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise InvalidParams(f"messages[{index}] must be a map with a role", parameter="messages")
+            content = message.get("content")
+            if content is not None and not isinstance(content, str):
+                raise InvalidParams(f"messages[{index}].content must be a string", parameter="messages")
+            check_text(f"messages[{index}].content", content or "")
+            messages.append({str(key): value for key, value in message.items()})
+        return messages
+
+    def has(self, name: str) -> bool:
+        """Whether the parameter was given."""
+        return self._raw.get(name) is not None
+
+    def raw(self, name: str) -> object:
+        """The value as received."""
+        return self._raw.get(name)
+
+
+def check_text(name: str, value: str) -> None:
+    """Refuse text that UTF-8 cannot carry.
+
+    Raises:
+        InvalidText: with the position of the lone surrogate.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidText(
+            f"{name} has a lone surrogate at character {error.start}; send whole characters",
+            parameter=name,
+            character=error.start,
+        ) from None

@@ -1,0 +1,79 @@
+"""All agents by name. Owner: the engine thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from kvd.errors import AgentNotFound
+from kvd.ids import Namespace
+from kvd.scheduler.agents import Agent, Branch
+from kvd.scheduler.requests import AgentRef
+
+
+class AgentRegistry:
+    """Agents by reference, and the logical clock of their use.
+
+    Args:
+        new_branch: makes an empty branch for a new agent.
+    """
+
+    def __init__(self, new_branch: Callable[[Agent], Branch]) -> None:
+        self._new_branch = new_branch
+        self._agents: dict[AgentRef, Agent] = {}
+        self._tick = 0
+
+    def tick(self) -> int:
+        """A number greater than all before it."""
+        self._tick += 1
+        return self._tick
+
+    def __iter__(self) -> Iterator[Agent]:
+        return iter(tuple(self._agents.values()))
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    def find(self, ref: AgentRef) -> Agent | None:
+        """The agent, or None."""
+        return self._agents.get(ref)
+
+    def get(self, ref: AgentRef) -> Agent:
+        """The agent.
+
+        Raises:
+            AgentNotFound: naming it and the agents of its namespace.
+        """
+        agent = self._agents.get(ref)
+        if agent is None:
+            raise AgentNotFound(
+                f"no agent {ref.agent!r} in namespace {ref.namespace!r}; `kvd-client agents` lists them",
+                agent=ref.agent,
+                namespace=ref.namespace,
+            )
+        return agent
+
+    def get_or_create(self, ref: AgentRef) -> tuple[Agent, bool]:
+        """The agent, and whether it is new."""
+        agent = self._agents.get(ref)
+        if agent is not None:
+            return agent, False
+        agent = Agent(ref, created_s=time.time())
+        branch = self._new_branch(agent)
+        agent.branches[branch.branch_id] = branch
+        agent.current = branch.branch_id
+        self._agents[ref] = agent
+        return agent, True
+
+    def add(self, agent: Agent) -> None:
+        """Register a forked or recovered agent."""
+        self._agents[agent.ref] = agent
+
+    def remove(self, agent: Agent) -> None:
+        """Forget an agent (its spaces are the caller's business)."""
+        del self._agents[agent.ref]
+
+    def in_namespace(self, namespace: Namespace | None) -> list[Agent]:
+        """Agents of a namespace (None: all), by name."""
+        chosen = [a for a in self._agents.values() if namespace is None or a.ref.namespace == namespace]
+        return sorted(chosen, key=lambda agent: (agent.ref.namespace, agent.ref.agent))

@@ -1,0 +1,99 @@
+"""What clients ask of the engine, and what comes back, as frozen data. May import kvd.ids, kvd.vm.text, kvd.errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvd.errors import KvdError
+from kvd.ids import AgentId, Namespace, RequestId
+from kvd.scheduler.sampling import SamplingParams
+from kvd.vm.text import TypedText
+
+FinishReason = Literal["stop", "length", "cancelled", "injected"]
+MatchKind = Literal["new", "exact", "extend", "diverge"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRef:
+    """Names an agent: a name is unique only inside its namespace."""
+
+    namespace: Namespace
+    agent: AgentId
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.agent}"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """Extend an agent's text and, unless `max_tokens` is 0, generate.
+
+    Attributes:
+        request_id: unique over all connections.
+        ref: the agent.
+        prompt: the agent's whole text so far; for `append` only what is added.
+        append: `inject`: `prompt` goes after whatever is stored, nothing is matched.
+        max_tokens: new tokens at most.
+        sampling: how to choose them.
+        stop: strings that end generation; never part of the text.
+        emit: called on the engine thread with each stream event.
+    """
+
+    request_id: RequestId
+    ref: AgentRef
+    prompt: TypedText
+    append: bool = False
+    max_tokens: int = 256
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    emit: Callable[[Mapping[str, object]], None] = lambda event: None
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A control operation that may have to wait for pages: fork, rollback, delete, pin, evict.
+
+    Attributes:
+        request_id: unique over all connections.
+        ref: the agent it concerns.
+        operation: `fork`, `rollback`, `delete`, `pin`, `unpin`, `evict`, `prefetch`.
+        arguments: operation's own.
+    """
+
+    request_id: RequestId
+    ref: AgentRef
+    operation: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """The figures of a finished turn (DESIGN section 10 names them)."""
+
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    match: MatchKind
+    match_reason: str
+    durable: bool
+    durable_reason: str | None
+    agent: str
+    divergence: Mapping[str, object] | None
+    prefill_s: float
+    decode_s: float
+    swap_in_s: float
+    queued_s: float
+    commit_s: float
+    swapped_in_pages: int
+
+    def to_wire(self) -> dict[str, object]:
+        """As the client sees it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+Reply = Callable[[object, KvdError | None], None]
+"""(result, error): called exactly once for each request, on the engine thread."""

@@ -1,0 +1,141 @@
+"""From logits to a token: one hook every step's logits go through, then the sampler.
+
+The hook chain is the seam for penalties and structured-output masks; it exists from the start so that nothing ever
+samples around it. Sampling is stateless: the random number of a position depends on the seed and the position alone,
+so an agent that resumes after a crash draws what it would have drawn.
+
+May import numpy and kvd.errors.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import InvalidParams
+
+Logits = npt.NDArray[np.float32]
+LogitsHook = Callable[[Sequence[int], Logits], Logits]
+"""(ids so far, logits [vocab]) -> logits [vocab]; may write into its argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: nucleus mass, (0, 1].
+        top_k: candidates kept; 0 keeps all.
+        min_p: least probability relative to the best, [0, 1).
+        repetition_penalty: divides positive and multiplies negative logits of recent ids; 1 is off.
+        seed: fixes the random numbers; None draws one for the request.
+        logit_bias: (id, bias) pairs added to the logits.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("min_p", 0.0 <= self.min_p < 1.0, "at least 0 and below 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
+        )
+        for name, good, allowed in ranges:
+            if not good:
+                raise InvalidParams(f"{name} must be {allowed}, not {getattr(self, name)!r}", parameter=name)
+
+
+REPETITION_WINDOW_TOKENS = 64
+"""Ids the repetition penalty looks back on."""
+
+
+def bias_hook(bias: Sequence[tuple[int, float]]) -> LogitsHook:
+    """Add constant biases to single ids."""
+
+    def hook(ids: Sequence[int], logits: Logits) -> Logits:
+        for token, value in bias:
+            logits[token] += value
+        return logits
+
+    return hook
+
+
+def repetition_hook(penalty: float) -> LogitsHook:
+    """Penalise ids of the last `REPETITION_WINDOW_TOKENS` (Keskar et al. 2019, CTRL, section 4.1)."""
+
+    def hook(ids: Sequence[int], logits: Logits) -> Logits:
+        recent = np.unique(np.asarray(ids[-REPETITION_WINDOW_TOKENS:], dtype=np.int64))
+        values = logits[recent]
+        logits[recent] = np.where(values > 0, values / penalty, values * penalty)
+        return logits
+
+    return hook
+
+
+class Sampler:
+    """Chooses tokens for one request. Owner: the turn; not shared.
+
+    Args:
+        params: validated sampling parameters.
+        vocab_tokens: ids allowed in `logit_bias`.
+        hooks: further logits hooks, run after the parameters' own.
+
+    Raises:
+        InvalidParams: a biased id is outside the vocabulary.
+    """
+
+    def __init__(self, params: SamplingParams, *, vocab_tokens: int, hooks: Sequence[LogitsHook] = ()) -> None:
+        self._params = params
+        self._seed = params.seed if params.seed is not None else secrets.randbits(63)
+        self._hooks: list[LogitsHook] = []
+        if params.logit_bias:
+            bad = [token for token, _ in params.logit_bias if not 0 <= token < vocab_tokens]
+            if bad:
+                raise InvalidParams(
+                    f"logit_bias ids must be below {vocab_tokens}, not {bad[0]}", parameter="logit_bias"
+                )
+            self._hooks.append(bias_hook(params.logit_bias))
+        if params.repetition_penalty != 1.0:
+            self._hooks.append(repetition_hook(params.repetition_penalty))
+        self._hooks.extend(hooks)
+
+    def sample(self, ids: Sequence[int], logits: Logits) -> int:
+        """Choose the token that follows `ids`.
+
+        Args:
+            ids: all ids before it; `len(ids)` is its position.
+            logits: float32 [vocab], owned by the sampler from here on.
+        """
+        for hook in self._hooks:
+            logits = hook(ids, logits)
+        params = self._params
+        if params.temperature == 0.0:
+            return int(np.argmax(logits))
+        scaled = logits.astype(np.float64) / params.temperature
+        order = np.argsort(-scaled, kind="stable")
+        if params.top_k:
+            order = order[: params.top_k]
+        weights = np.exp(scaled[order] - scaled[order[0]])
+        keep = weights >= params.min_p
+        order, weights = order[keep], weights[keep]
+        cumulative = np.cumsum(weights)
+        if params.top_p < 1.0:
+            # the smallest set whose mass reaches top_p: everything up to and including the first that crosses it
+            last = int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1
+            order, cumulative = order[:last], cumulative[:last]
+        draw = np.random.Generator(np.random.Philox(key=self._seed, counter=len(ids))).random()
+        return int(order[min(int(np.searchsorted(cumulative, draw * cumulative[-1], side="right")), len(order) - 1)])

@@ -1,0 +1,317 @@
+"""Every RPC method, between the event loop (where calls arrive) and the engine thread (where work is done).
+
+Methods are checked and rendered here, on the loop; anything that touches agents runs on the engine: long work as a
+queued request, look-ups as a short call between two steps. Health never waits for the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
+
+from kvd import __version__
+from kvd.errors import CallerError, EnvironmentFault, InvalidParams, KvdError
+from kvd.model.template import ChatTemplate
+from kvd.model.tokenizer import TextCodec
+from kvd.scheduler import views
+from kvd.scheduler.core import EngineCore
+from kvd.scheduler.engine import Engine
+from kvd.scheduler.params import MAX_NEW_TOKENS, TURN_NAMES, Params
+from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
+from kvd.vm.text import Span, TypedText
+
+if TYPE_CHECKING:
+    from kvd.front.api import CallContext
+
+PROTOCOL_VERSION = 1
+
+
+class MethodNotFound(CallerError):
+    """No such method."""
+
+    name = "method_not_found"
+
+
+class NotReady(EnvironmentFault):
+    """The model is still loading."""
+
+    name = "not_ready"
+
+
+class Unsupported(CallerError):
+    """Asked for something this model or this version cannot do."""
+
+    name = "unsupported"
+
+
+class KvdService:
+    """Owner: the event loop. One instance a daemon.
+
+    Args:
+        engine: does the work.
+        facts: what `hello` and `model.info` tell (model, backend, threads, formats); filled when the engine is ready.
+        request_shutdown: starts the daemon's shutdown (drains first).
+    """
+
+    def __init__(self, engine: Engine, *, facts: dict[str, object], request_shutdown: Callable[[], None]) -> None:
+        self._engine = engine
+        self._facts = facts
+        self._request_shutdown = request_shutdown
+        self._ready: asyncio.Event = asyncio.Event()
+        self._started_s = time.time()
+        self._draining = False
+        self._codec: TextCodec | None = None
+        self._template: ChatTemplate | None = None
+        job = self._job
+        self._methods: dict[str, Callable[[Params, CallContext], Awaitable[object]]] = {
+            "hello": self._hello,
+            "health": self._health,
+            "generate": self._generate,
+            "chat": self._chat,
+            "inject": self._inject,
+            "tokenize": self._tokenize,
+            "agent.list": self._agent_list,
+            "agent.info": self._agent_info,
+            "agent.fork": job("fork", "new_agent", "tokens"),
+            "agent.rollback": job("rollback", "tokens"),
+            "agent.pin": job("pin"),
+            "agent.unpin": job("unpin"),
+            "agent.prefetch": job("prefetch"),
+            "agent.evict": job("evict"),
+            "agent.delete": job("delete"),
+            "residency": self._residency,
+            "statistics": self._statistics,
+            "model.info": self._model_info,
+            "drain": self._drain,
+            "shutdown": self._shutdown,
+        }
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """All method names, sorted."""
+        return tuple(sorted(self._methods))
+
+    def set_ready(self, codec: TextCodec, template: ChatTemplate) -> None:
+        """The engine can work: let waiting calls through (on the loop)."""
+        self._codec = codec
+        self._template = template
+        self._ready.set()
+
+    def set_draining(self) -> None:
+        """Health says so from here on."""
+        self._draining = True
+
+    async def call(self, method: str, params: Mapping[str, object], context: CallContext) -> object:
+        """Carry out one method (see `kvd.front.api.Service`)."""
+        handler = self._methods.get(method)
+        if handler is None:
+            raise MethodNotFound(f"no method {method!r}; there are {', '.join(self.methods)}", method=method)
+        return await handler(Params(method, params), context)
+
+    # ---- turns ------------------------------------------------------------------------------------------------------
+
+    async def _generate(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("text", *TURN_NAMES)
+        data = params.text("text").encode()
+        return await self._turn(params, context, TypedText(data, (Span("content", len(data)),) if data else ()))
+
+    async def _chat(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("messages", "tools", "response_format", *TURN_NAMES)
+        if params.has("response_format"):
+            raise Unsupported("response_format is not supported by this version; leave it out")
+        _, template = await self._text_parts()
+        prompt = template.render(params.messages(), tools=_tools(params), add_generation_prompt=True)
+        result = await self._turn(params, context, prompt)
+        if isinstance(result, dict):
+            result["message"] = {"role": "assistant", "content": result["text"]}
+        return result
+
+    async def _inject(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("agent", "namespace", "text", "messages")
+        if params.has("text") == params.has("messages"):
+            raise InvalidParams("inject needs either text or messages", parameter="text")
+        if params.has("messages"):
+            _, template = await self._text_parts()
+            prompt = template.render(params.messages(), tools=None, add_generation_prompt=False)
+        else:
+            data = params.text("text").encode()
+            prompt = TypedText(data, (Span("content", len(data)),) if data else ())
+        if not prompt.data:
+            raise InvalidParams("the text is empty; send at least one character", parameter="text")
+        result = await self._turn(params, context, prompt, append=True)
+        if isinstance(result, dict):
+            result["tokens"] = result["prompt_tokens"]
+        return result
+
+    async def _turn(self, params: Params, context: CallContext, prompt: TypedText, *, append: bool = False) -> object:
+        await self._wait_ready()
+        emit = self._emitter(context) if params.flag("stream", default=True) else _ignore
+        request = TurnRequest(
+            request_id=self._engine.new_request_id(),
+            ref=params.ref(),
+            prompt=prompt,
+            append=append,
+            max_tokens=0 if append else params.integer("max_tokens", default=256, low=1, high=MAX_NEW_TOKENS),
+            sampling=params.sampling(),
+            stop=params.stop(),
+            emit=emit,
+        )
+        return await self._submit(request, context)
+
+    @staticmethod
+    def _emitter(context: CallContext) -> Callable[[Mapping[str, object]], None]:
+        loop = asyncio.get_running_loop()
+
+        def emit(event: Mapping[str, object]) -> None:
+            # asyncio is not thread safe: events cross from the engine thread through the loop's own door
+            loop.call_soon_threadsafe(context.emit, dict(event))
+
+        return emit
+
+    async def _submit(self, request: TurnRequest | JobRequest, context: CallContext) -> object:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[object] = loop.create_future()
+
+        def settle(result: object, error: KvdError | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._engine.submit(request, lambda result, error: _post(loop, settle, result, error))
+        context.on_cancel(lambda: self._engine.cancel(request.request_id))
+        return await future
+
+    def _job(self, operation: str, *arguments: str) -> Callable[[Params, CallContext], Awaitable[object]]:
+        async def run(params: Params, context: CallContext) -> object:
+            params.refuse_unknown("agent", "namespace", *arguments)
+            values: dict[str, object] = {}
+            if "new_agent" in arguments:
+                values["new_agent"] = params.name("new_agent")
+            if "tokens" in arguments:
+                wanted = params.optional_integer("tokens")
+                if wanted is None and operation == "rollback":
+                    raise InvalidParams("agent.rollback needs tokens (how many to keep)", parameter="tokens")
+                values["tokens"] = wanted
+            ref = params.ref()
+            await self._wait_ready()
+            return await self._submit(JobRequest(self._engine.new_request_id(), ref, operation, values), context)
+
+        return run
+
+    # ---- look-ups ---------------------------------------------------------------------------------------------------
+
+    async def _call(self, function: Callable[[EngineCore], object]) -> object:
+        await self._wait_ready()
+        return await asyncio.wrap_future(self._engine.call(function))
+
+    async def _agent_list(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("namespace")
+        namespace = params.namespace() if params.has("namespace") else None
+        return await self._call(lambda core: {"agents": views.agent_list(core, namespace)})
+
+    async def _agent_info(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("agent", "namespace")
+        ref: AgentRef = params.ref()
+        return await self._call(lambda core: views.agent_info(core, core.agents.get(ref)))
+
+    async def _residency(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("agent", "namespace")
+        ref = params.ref() if params.has("agent") else None
+        return await self._call(lambda core: views.residency(core, ref))
+
+    async def _statistics(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown()
+        return await self._call(views.statistics)
+
+    async def _tokenize(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("text")
+        codec, _ = await self._text_parts()
+        text = params.text("text")
+        ids = codec.encode_content(text)
+        return {"ids": ids, "count": len(ids)}
+
+    async def _hello(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("client", "protocol")
+        wanted = params.optional_integer("protocol")
+        if wanted is not None and wanted != PROTOCOL_VERSION:
+            raise Unsupported(
+                f"protocol {wanted} is not spoken here, only {PROTOCOL_VERSION}", protocol=PROTOCOL_VERSION
+            )
+        base = {"server": "kvd", "version": __version__, "protocol": PROTOCOL_VERSION, "pid": os.getpid()}
+        return base | self._facts | {"status": self._status, "methods": list(self.methods)}
+
+    async def _model_info(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown()
+        await self._wait_ready()
+        return dict(self._facts)
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _status(self) -> str:
+        return "draining" if self._draining else "ready" if self._ready.is_set() else "loading"
+
+    async def _health(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown()
+        return {
+            "ready": self._status == "ready",
+            "status": self._status,
+            "pid": os.getpid(),
+            "uptime_s": round(time.time() - self._started_s, 3),
+            "engine_idle_s": round(time.monotonic() - self._engine.last_progress_s, 3),
+            **self._engine.queue_facts,
+        }
+
+    async def _drain(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown()
+        self._draining = True
+        self._engine.drain()
+        await asyncio.get_running_loop().run_in_executor(None, self._engine.drained.wait)
+        return {"drained": True}
+
+    async def _shutdown(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown()
+        self._draining = True
+        self._request_shutdown()
+        return {"stopping": True}
+
+    async def _wait_ready(self) -> None:
+        try:
+            await asyncio.wait_for(self._ready.wait(), timeout=60.0)
+        except TimeoutError:
+            raise NotReady("the model is still loading", retry_after_s=5.0) from None
+
+    async def _text_parts(self) -> tuple[TextCodec, ChatTemplate]:
+        await self._wait_ready()
+        assert self._codec is not None and self._template is not None
+        return self._codec, self._template
+
+
+def _post(
+    loop: asyncio.AbstractEventLoop,
+    settle: Callable[[object, KvdError | None], None],
+    result: object,
+    error: KvdError | None,
+) -> None:
+    """Carry a reply from the engine thread to the loop; a loop that is gone (forced exit) has no one to tell."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(settle, result, error)
+
+
+def _ignore(event: Mapping[str, object]) -> None:
+    """The client wants no stream."""
+
+
+def _tools(params: Params) -> list[dict[str, object]] | None:
+    raw = params.raw("tools")
+    if raw is None:
+        return None
+    if not isinstance(raw, list) or not all(isinstance(tool, dict) for tool in raw):
+        raise InvalidParams("tools must be a list of maps", parameter="tools")
+    return raw or None

@@ -1,0 +1,80 @@
+"""Stop strings and half characters: what of the generated tokens may reach the client, and what may stay. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """Incremental UTF-8 decoding of token ids (`kvd.model.incremental.IncrementalDecoder`)."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of a character that is not finished."""
+
+    def push(self, token_id: int) -> bytes:
+        """Whole characters that became certain with this token."""
+
+
+class Codec(Protocol):
+    """The part of the text codec needed here."""
+
+    def decoder(self) -> Decoder:
+        """A fresh incremental decoder."""
+
+
+class StopWatch:
+    """Feeds on generated tokens, gives out text that is certain, stops at the first stop string.
+
+    Text that could be the beginning of a stop string is held back until it is not. Half a character never comes out.
+
+    Args:
+        codec: turns ids into text.
+        stop: stop strings; none of them is ever given out.
+    """
+
+    def __init__(self, codec: Codec, stop: Sequence[str]) -> None:
+        self._codec = codec
+        self._decoder = codec.decoder()
+        self._stop = tuple(stop)
+        self._held = ""
+        self._given_bytes = 0
+        self.stopped = False
+
+    def feed(self, token: int) -> str:
+        """Text to give out now. Sets `stopped` when a stop string is complete."""
+        self._held += self._decoder.push(token).decode()
+        hits = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]
+        if hits:
+            self.stopped = True
+            return self._give(min(hits))
+        return self._give(len(self._held) - self._possible_stop_characters())
+
+    def flush(self) -> str:
+        """Generation ended without a stop string: what was held back is text (half characters are dropped)."""
+        return self._give(len(self._held))
+
+    def _give(self, characters: int) -> str:
+        text, self._held = self._held[:characters], self._held[characters:]
+        self._given_bytes += len(text.encode())
+        return text
+
+    def _possible_stop_characters(self) -> int:
+        """Longest suffix of the held text that begins a stop string."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if stop.startswith(self._held[-length:]):
+                    longest = length
+                    break
+        return longest
+
+    def kept_tokens(self, ids: Sequence[int]) -> int:
+        """How many of the generated `ids` stay: the most that end on a character and whose text was given out."""
+        for kept in range(len(ids), 0, -1):
+            decoder = self._codec.decoder()
+            text_bytes = sum(len(decoder.push(token)) for token in ids[:kept])
+            if not decoder.pending_bytes and text_bytes <= self._given_bytes:
+                return kept
+        return 0

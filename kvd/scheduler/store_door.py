@@ -1,0 +1,153 @@
+"""The engine's side of the swap thread: operations out, answers back to whoever waits for them.
+
+Runs on the engine thread. The swap thread delivers each result into the engine's inbox; `on_result` finds its taker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvd.errors import KvdError
+from kvd.ids import GroupId, PageId
+from kvd.quant.spec import PageLayout
+from kvd.scheduler.requests import AgentRef
+from kvd.store.page_file import PageHeader
+from kvd.store.records import AgentRecord
+from kvd.store.swap_ops import (
+    AppendRecordOp,
+    CompactLogOp,
+    DeleteLogOp,
+    DeletePageOp,
+    ReadPageOp,
+    ReadTailOp,
+    SwapOp,
+    SwapResult,
+    SwapStatistics,
+    WritePageOp,
+)
+
+RecordAnswer = Callable[[SwapResult], None]
+
+
+class SwapQueue(Protocol):
+    """The swap thread as the engine sees it (`kvd.store.swap_thread.SwapThread`)."""
+
+    def submit(self, op: SwapOp) -> None:
+        """Queue an operation."""
+
+    def statistics(self) -> SwapStatistics:
+        """Figures."""
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+
+
+class PageTaker(Protocol):
+    """Where answers about pages go (`kvd.scheduler.memory.Memory`)."""
+
+    def page_written(self, page: PageId, error: KvdError | None) -> None:
+        """A write ended."""
+
+    def page_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
+        """A read ended."""
+
+    def tail_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
+        """A tail came."""
+
+
+class StoreDoor:
+    """Owner: the engine thread.
+
+    Args:
+        swap: the swap thread's queue.
+        log: told of facts an operator wants to know.
+    """
+
+    def __init__(self, swap: SwapQueue, log: Callable[..., None]) -> None:
+        self._swap = swap
+        self._log = log
+        self._taker: PageTaker | None = None
+        self._tails: dict[tuple[AgentRef, int, int], list[PageId]] = {}
+        self._answers: dict[tuple[str, str, int], RecordAnswer] = {}
+        self._log_answers: dict[AgentRef, RecordAnswer] = {}
+
+    def connect(self, taker: PageTaker) -> None:
+        """Name the taker of page answers (it is made after the door)."""
+        self._taker = taker
+
+    # ---- operations out ---------------------------------------------------------------------------------------------
+
+    def write_page(self, header: PageHeader, layout: PageLayout, payload: bytes) -> None:
+        """Queue a page write."""
+        self._swap.submit(WritePageOp(header, layout, payload))
+
+    def read_page(self, header: PageHeader, layout: PageLayout) -> None:
+        """Queue a page read."""
+        self._swap.submit(ReadPageOp(header, layout))
+
+    def read_tail(self, page: PageId, ref: AgentRef, branch: int, group: GroupId) -> None:
+        """Queue a tail read."""
+        self._tails.setdefault((ref, branch, int(group)), []).append(page)
+        self._swap.submit(ReadTailOp(ref.namespace, ref.agent, branch, int(group)))
+
+    def append_record(self, record: AgentRecord, answer: RecordAnswer) -> None:
+        """Queue a commit."""
+        self._answers[record.namespace, record.agent, record.seq] = answer
+        self._swap.submit(AppendRecordOp(record))
+
+    def compact_log(self, ref: AgentRef, keep_branches: frozenset[int], answer: RecordAnswer) -> None:
+        """Queue a compaction; branches not named are let go of."""
+        self._log_answers[ref] = answer
+        self._swap.submit(CompactLogOp(ref.namespace, ref.agent, keep_branches))
+
+    def delete_log(self, ref: AgentRef, answer: RecordAnswer) -> None:
+        """Queue the deletion of an agent's log."""
+        self._log_answers[ref] = answer
+        self._swap.submit(DeleteLogOp(ref.namespace, ref.agent))
+
+    def delete_page(self, page: PageId) -> None:
+        """Queue the deletion of a page file."""
+        self._swap.submit(DeletePageOp(page))
+
+    def statistics(self) -> SwapStatistics:
+        """Figures of the swap thread."""
+        return self._swap.statistics()
+
+    def close(self) -> None:
+        """Finish what is queued."""
+        self._swap.close()
+
+    # ---- answers back -----------------------------------------------------------------------------------------------
+
+    def on_result(self, result: SwapResult) -> None:
+        """Hand one answer to its taker."""
+        assert self._taker is not None
+        for fact in result.facts:
+            self._log("store", fact=fact)
+        match result.op:
+            case WritePageOp(header):
+                self._taker.page_written(header.page_id, result.error)
+            case ReadPageOp(header):
+                self._taker.page_read(header.page_id, result.payload, result.error)
+            case ReadTailOp(namespace, agent, branch, group):
+                self._tail_came(namespace, agent, branch, group, result)
+            case AppendRecordOp(record):
+                self._answers.pop((record.namespace, record.agent, record.seq))(result)
+            case CompactLogOp(namespace, agent) | DeleteLogOp(namespace, agent):
+                for ref in [ref for ref in self._log_answers if (ref.namespace, ref.agent) == (namespace, agent)]:
+                    self._log_answers.pop(ref)(result)
+            case DeletePageOp(page_id):
+                if result.error is not None:
+                    self._log("page_not_deleted", page=page_id, reason=result.error.message)
+
+    def _tail_came(self, namespace: str, agent: str, branch: int, group: int, result: SwapResult) -> None:
+        assert self._taker is not None
+        key = next(
+            k for k in self._tails if (k[0].namespace, k[0].agent, k[1], k[2]) == (namespace, agent, branch, group)
+        )
+        waiting = self._tails[key]
+        page = waiting.pop(0)
+        if not waiting:
+            del self._tails[key]
+        self._taker.tail_read(page, result.payload, result.error)

@@ -1,0 +1,140 @@
+"""What clients may see of engine, agents and memory: plain msgpack-able facts, units in the names.
+
+Functions here run on the engine thread between two steps and change nothing.
+"""
+
+from __future__ import annotations
+
+from kvd.ids import Namespace
+from kvd.ops.footprint import measure_footprint
+from kvd.quant.spec import PAGE_TOKENS
+from kvd.scheduler.agents import Agent
+from kvd.scheduler.core import EngineCore
+from kvd.scheduler.requests import AgentRef
+
+
+def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
+    """One agent."""
+    branch = agent.branch
+    now = core.pager.residency(branch.space)
+    return {
+        "agent": agent.ref.agent,
+        "namespace": agent.ref.namespace,
+        "tokens": len(branch.tokens),
+        "computed_tokens": branch.computed,
+        "text_bytes": len(branch.text),
+        "branches": len(agent.branches),
+        "pages": now.total_pages,
+        "resident_pages": now.resident_pages,
+        "swapped_pages": now.total_pages - now.resident_pages,
+        "shared_pages": now.shared_pages,
+        "resident_bytes": now.resident_bytes,
+        "total_bytes": now.total_bytes,
+        "pinned": agent.pinned,
+        "durable": agent.unsaved is None,
+        "durable_reason": agent.unsaved,
+        "kv_format": ", ".join(dict.fromkeys(branch.format_ids)),
+        "created_s": agent.created_s,
+    }
+
+
+def agent_list(core: EngineCore, namespace: Namespace | None) -> list[dict[str, object]]:
+    """All agents of a namespace (None: of all), by name."""
+    return [agent_info(core, agent) for agent in core.agents.in_namespace(namespace)]
+
+
+def residency(core: EngineCore, ref: AgentRef | None) -> dict[str, object]:
+    """Page maps of one agent or of all: per segment one entry a page with its state."""
+    agents = [core.agents.get(ref)] if ref is not None else core.agents.in_namespace(None)
+    return {
+        "page_tokens": PAGE_TOKENS,
+        "budget_bytes": core.pager.statistics().budget_bytes,
+        "resident_bytes": core.pager.statistics().resident_bytes,
+        "agents": [_page_map(core, agent) for agent in agents],
+    }
+
+
+def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
+    branches: list[dict[str, object]] = []
+    for branch in agent.branches.values():
+        segments: list[dict[str, object]] = []
+        for segment in core.pager.segments(branch.space):
+            pages = [
+                {
+                    "page": page.ref.page_id,
+                    "state": page.state.value,
+                    "resident": page.frame is not None,
+                    "shared_by": page.shared_spaces,
+                }
+                for page in segment.pages
+            ]
+            tail = segment.tail
+            segments.append(
+                {
+                    "group": int(segment.group),
+                    "pages": pages,
+                    "tail": None if tail is None else {"tokens": tail.tokens, "state": tail.state.value},
+                }
+            )
+        branches.append(
+            {
+                "branch": branch.branch_id,
+                "current": branch.branch_id == agent.current,
+                "tokens": len(branch.tokens),
+                "segments": segments,
+            }
+        )
+    return {
+        "agent": agent.ref.agent,
+        "namespace": agent.ref.namespace,
+        "pinned": agent.pinned,
+        "branches": branches,
+    }
+
+
+def statistics(core: EngineCore) -> dict[str, object]:
+    """Figures of the whole daemon. Byte figures are bytes now, counters are since start."""
+    pager = core.pager.statistics()
+    store = core.store.statistics()
+    pool = core.memory.pool.statistics()
+    hands = core.memory.statistics
+    return {
+        "budget_bytes": pager.budget_bytes,
+        "usable_bytes": pager.usable_bytes,
+        "resident_bytes": pager.resident_bytes,
+        "peak_resident_bytes": pager.peak_resident_bytes,
+        "in_flight_bytes": pager.in_flight_bytes,
+        "dirty_bytes": pager.dirty_bytes,
+        "pinned_bytes": pager.pinned_bytes,
+        "frame_bytes": pool.slab_bytes,
+        "frames": pool.frames,
+        "pages": dict(pager.pages),
+        "shared_pages": pager.shared_pages,
+        "evictions": pager.evictions,
+        "faults": pager.faults,
+        "pages_loaded": hands.pages_loaded,
+        "tails_loaded": hands.tails_loaded,
+        "load_failures": hands.load_failures,
+        "write_failures": hands.write_failures,
+        "swap_bytes": store.swap_bytes,
+        "log_bytes": store.log_bytes,
+        "disk_used_bytes": store.used_bytes,
+        "quota_bytes": store.quota_bytes,
+        "bytes_written": store.bytes_written,
+        "bytes_read": store.bytes_read,
+        "fsyncs": store.fsyncs,
+        "tokens_computed": core.stats.tokens_computed,
+        "tokens_reused": core.stats.tokens_reused,
+        "tokens_replayed": core.stats.tokens_replayed,
+        "requests": core.stats.turns,
+        "turns_not_durable": core.stats.turns_not_durable,
+        "records_written": core.stats.records_written,
+        "agents": len(core.agents),
+        "footprint_bytes": measure_footprint().footprint_bytes,
+        "scratch_bytes": core.spec.scratch_bytes,
+        "fp16_token_bytes": sum(group.fp16_token_bytes for group in core.spec.groups),
+        "token_bytes": sum(
+            core.formats.layouts[group, format_id].token_bytes
+            for group, format_id in enumerate(core.formats.default_ids)
+        ),
+    }

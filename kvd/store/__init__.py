@@ -1,0 +1,69 @@
+"""MECHANISM: where KV bytes live, in RAM and on disk.
+
+In RAM:
+
+- `frame_pool`: the pages' frames, per backend (the one module here that may know arrays).
+
+On disk, bytes in and bytes out, no arrays; in the order of dependence:
+
+- `errors`: the package's error classes; imports kvd.errors.
+- `fs`, `fs_meter`: the only door to the disk, and a counting one; import nothing else.
+- `layout`: the data folder's names, version and lock; imports errors, fs.
+- `records`, `record_codec`: the delta log's record, and it as msgpack; import kvd.ids, kvd.vm.text.
+- `page_file`, `swap_dir`: a page as canonical safetensors bytes, and the folder of them; import kvd.quant.spec.
+- `agent_log`: framed, chained, append-only logs; imports fs, record_codec.
+- `agent_image`, `snapshot`: an agent from its records, and back (pure); import records, kvd.quant.spec.
+- `catalog`, `catalog_keeper`: the SQLite catalog, which is derived state; import page_file.
+- `recovery_report`, `recovery`: from a folder in any state to agents; import all of the above.
+- `disk_usage`, `log_book`: the quota over every byte, and all agents' logs; import the above.
+- `swap_ops`, `swap_store`, `swap_thread`: operations as data, their execution, and the thread around it.
+
+Nothing here imports vm (but `vm.text`), attention, model, scheduler or front. `frame_pool` is imported by its own name,
+so that tools which only read the disk need no array library.
+"""
+
+from kvd.store.agent_image import AgentImage, BranchImage, SegmentState
+from kvd.store.fs import FileSystem, RealFileSystem
+from kvd.store.layout import DataFolder
+from kvd.store.page_file import PageHeader
+from kvd.store.recovery import recover
+from kvd.store.recovery_report import LogTrouble, RecoveryReport
+from kvd.store.swap_ops import (
+    AppendRecordOp,
+    CompactLogOp,
+    DeleteLogOp,
+    DeletePageOp,
+    FlushOp,
+    ReadPageOp,
+    ReadTailOp,
+    SwapOp,
+    SwapResult,
+    SwapStatistics,
+    WritePageOp,
+)
+from kvd.store.swap_thread import SwapThread
+
+__all__ = [
+    "AgentImage",
+    "AppendRecordOp",
+    "BranchImage",
+    "CompactLogOp",
+    "DataFolder",
+    "DeleteLogOp",
+    "DeletePageOp",
+    "FileSystem",
+    "FlushOp",
+    "LogTrouble",
+    "PageHeader",
+    "ReadPageOp",
+    "ReadTailOp",
+    "RealFileSystem",
+    "RecoveryReport",
+    "SegmentState",
+    "SwapOp",
+    "SwapResult",
+    "SwapStatistics",
+    "SwapThread",
+    "WritePageOp",
+    "recover",
+]

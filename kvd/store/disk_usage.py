@@ -1,0 +1,81 @@
+"""How many bytes the data folder takes, and the quota over all of them.
+
+Every file counts: pages, logs, quarantine, temporary and foreign files, the catalog, other models (P21, P25). Own
+writes are added as they happen; before anything is refused, and every so often, the folder is counted afresh, since
+others may put files there too. May import siblings of kvd.store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvd.store.errors import QuotaExceeded
+from kvd.store.fs import FileSystem, folder_bytes
+from kvd.store.layout import DataFolder
+from kvd.store.swap_dir import prune_quarantine
+
+_RECOUNT_EVERY: Final = 512
+"""Admissions between two counts of the folder (a count of 10 000 files takes tens of milliseconds)."""
+
+
+class DiskUsage:
+    """Bytes under the data folder. Owned by the swap thread; other threads may read the figures.
+
+    Attributes:
+        swap_bytes, log_bytes, quarantine_bytes: of the present model.
+        other_bytes: everything else under the root.
+    """
+
+    def __init__(self, folder: DataFolder, fingerprint: str, fs: FileSystem, quota_bytes: int) -> None:
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._fs = fs
+        self.quota_bytes = quota_bytes
+        self._admissions = 0
+        self.swap_bytes = self.log_bytes = self.quarantine_bytes = self.other_bytes = 0
+        self.recount()
+
+    @property
+    def used_bytes(self) -> int:
+        """Every byte under the root."""
+        return self.swap_bytes + self.log_bytes + self.quarantine_bytes + self.other_bytes
+
+    def recount(self) -> None:
+        """Count all files."""
+        self.swap_bytes = folder_bytes(self._fs, self._folder.swap_folder(self._fingerprint))
+        self.log_bytes = folder_bytes(self._fs, self._folder.agents_folder(self._fingerprint))
+        self.quarantine_bytes = folder_bytes(self._fs, self._folder.quarantine_folder(self._fingerprint))
+        self.other_bytes = self._folder.used_bytes() - self.swap_bytes - self.log_bytes - self.quarantine_bytes
+
+    def admit(self, wanted_bytes: int, delete_orphans: Callable[[], None]) -> None:
+        """Return when `wanted_bytes` more fit the quota; orphans and quarantine make room first.
+
+        Args:
+            wanted_bytes: bytes about to be written.
+            delete_orphans: removes files that nobody names.
+
+        Raises:
+            QuotaExceeded: they do not fit; nothing may be written.
+        """
+        self._admissions += 1
+        if self._admissions % _RECOUNT_EVERY == 0:
+            self.recount()
+        if self._fits(wanted_bytes):
+            return
+        self.recount()
+        if not self._fits(wanted_bytes):
+            delete_orphans()
+            self.recount()
+        if not self._fits(wanted_bytes):
+            over = self.used_bytes + wanted_bytes - self.quota_bytes
+            prune_quarantine(self._fs, self._folder.quarantine_folder(self._fingerprint), wanted_bytes=over)
+            self.recount()
+        if not self._fits(wanted_bytes):
+            raise QuotaExceeded(used_bytes=self.used_bytes, wanted_bytes=wanted_bytes, quota_bytes=self.quota_bytes)
+
+    def _fits(self, wanted_bytes: int) -> bool:
+        return self.used_bytes + wanted_bytes <= self.quota_bytes
+
+
+__all__ = ["DiskUsage"]

@@ -1,0 +1,231 @@
+"""What can go wrong with kvd's durable state, split by fault.
+
+    EnvironmentFault
+    ├── DiskFault            a system call failed (full, read-only, I/O error); `errno`, `path`
+    ├── QuotaExceeded        the write would pass the disk quota; both figures
+    ├── DataFolderLocked     another daemon holds the folder; `pid`
+    ├── DataFolderTooNew     written by a newer kvd; both versions
+    ├── DataFolderMalformed  VERSION is not a version
+    ├── PageCorrupt          a page file is not, byte for byte, what was written
+    ├── PageMissing          no file for that page
+    ├── LogCorrupt           a log's tail fragment no longer has its checksum
+    └── LogVanished          the log is shorter than what was committed, or gone
+    InternalError
+    ├── RecordInvalid        a record cannot be encoded, decoded or applied to its agent
+    ├── PageNotDurable       a record names pages whose files are not durable; nothing was written
+    ├── PageReferenced       a page that a log still names was to be deleted; nothing was deleted
+    └── FormatUnknown        no layout is known for a segment's page format
+
+May import kvd.errors only.
+"""
+
+from __future__ import annotations
+
+import errno as errno_names
+import os
+
+from kvd.errors import EnvironmentFault, InternalError
+
+
+class DiskFault(EnvironmentFault):
+    """A system call on the data folder failed. What was durable before is still durable."""
+
+    name = "disk"
+
+    def __init__(self, doing: str, path: str, error: OSError) -> None:
+        code = error.errno or 0
+        reason = os.strerror(code) if code else str(error)
+        super().__init__(
+            f"{doing} failed: {reason}. Check the disk that holds the data folder; it is retried.",
+            path=path,
+            errno=code,
+            errno_name=errno_names.errorcode.get(code, ""),
+        )
+
+
+class QuotaExceeded(EnvironmentFault):
+    """The write would take the data folder past its quota. Nothing was written."""
+
+    name = "quota_exceeded"
+
+    def __init__(self, *, used_bytes: int, wanted_bytes: int, quota_bytes: int) -> None:
+        super().__init__(
+            f"The data folder holds {used_bytes} bytes and {wanted_bytes} more would pass its quota of {quota_bytes}. "
+            "Delete agents or raise the disk quota.",
+            used_bytes=used_bytes,
+            wanted_bytes=wanted_bytes,
+            quota_bytes=quota_bytes,
+        )
+
+
+class DataFolderLocked(EnvironmentFault):
+    """Another daemon owns the data folder.
+
+    Attributes:
+        pid: the owner's process id, None when it could not be read.
+    """
+
+    name = "data_folder_locked"
+
+    def __init__(self, *, path: str, pid: int | None) -> None:
+        owner = "another process" if pid is None else f"process {pid}"
+        super().__init__(
+            f"The data folder is in use by {owner}. Stop it or use another --data-dir.", path=path, pid=pid
+        )
+        self.pid = pid
+
+
+class DataFolderTooNew(EnvironmentFault):
+    """The folder was written by a newer format. Nothing in it was touched."""
+
+    name = "data_folder_too_new"
+
+    def __init__(self, *, path: str, found: int, supported: int) -> None:
+        super().__init__(
+            f"The data folder has format {found}; this kvd reads up to {supported}. Upgrade kvd or use another folder.",
+            path=path,
+            found=found,
+            supported=supported,
+        )
+
+
+class DataFolderMalformed(EnvironmentFault):
+    """VERSION does not hold a format number. Nothing in the folder was touched."""
+
+    name = "data_folder_malformed"
+
+    def __init__(self, *, path: str, content: bytes) -> None:
+        super().__init__(
+            f"{path} does not hold a format number. Restore it, or delete it if the folder holds nothing to keep.",
+            path=path,
+            content=content[:64],
+        )
+
+
+class PageCorrupt(EnvironmentFault):
+    """A page file differs from what was written. It is never served.
+
+    Attributes:
+        reason: `length`, `header`, `checksum` or `payload length`.
+        offset: first byte known to differ, None when unknown.
+    """
+
+    name = "page_corrupt"
+
+    def __init__(self, *, page_id: str, reason: str, offset: int | None = None) -> None:
+        place = "" if offset is None else f" at byte {offset}"
+        super().__init__(
+            f"The swap file of page {page_id} is corrupt: wrong {reason}{place}. Its tokens are computed again.",
+            page_id=page_id,
+            reason=reason,
+            offset=offset,
+        )
+        self.reason = reason
+        self.offset = offset
+
+
+class PageMissing(EnvironmentFault):
+    """There is no swap file of that page."""
+
+    name = "page_missing"
+
+    def __init__(self, *, page_id: str) -> None:
+        super().__init__(f"Page {page_id} has no swap file. Its tokens are computed again.", page_id=page_id)
+
+
+class LogCorrupt(EnvironmentFault):
+    """The bytes of a log that were good when they were read first are not any more. They are never served."""
+
+    name = "log_corrupt"
+
+    def __init__(self, *, path: str, offset: int, reason: str) -> None:
+        super().__init__(
+            f"An agent's log is corrupt at byte {offset}: wrong {reason}. Its tail is computed again.",
+            path=path,
+            offset=offset,
+            reason=reason,
+        )
+
+
+class LogVanished(EnvironmentFault):
+    """A log is gone or shorter than what was committed. A `create` or `snapshot` record starts it anew."""
+
+    name = "log_vanished"
+
+    def __init__(self, *, path: str, committed_bytes: int, file_bytes: int) -> None:
+        super().__init__(
+            f"An agent's log lost committed bytes: {file_bytes} of {committed_bytes} are left. "
+            "Something else changed the data folder; the agent is written anew.",
+            path=path,
+            committed_bytes=committed_bytes,
+            file_bytes=file_bytes,
+        )
+
+
+class RecordInvalid(InternalError):
+    """A record does not follow from its agent's state. The state and the log are unchanged.
+
+    Attributes:
+        seq: the record's number, None when it could not be decoded so far.
+    """
+
+    name = "record_invalid"
+
+    def __init__(self, reason: str, *, seq: int | None = None) -> None:
+        super().__init__(f"Log record {'?' if seq is None else seq} is invalid: {reason}.", seq=seq, reason=reason)
+        self.seq = seq
+        self.reason = reason
+
+
+class PageNotDurable(InternalError):
+    """A record names pages that have no durable file. Nothing was written; write the pages and append again."""
+
+    name = "page_not_durable"
+
+    def __init__(self, *, page_ids: tuple[str, ...]) -> None:
+        super().__init__(
+            f"{len(page_ids)} pages of the record have no durable swap file; the turn stays in memory until they do.",
+            page_ids=list(page_ids),
+        )
+        self.page_ids = page_ids
+
+
+class PageReferenced(InternalError):
+    """A log still names the page, so its file stays."""
+
+    name = "page_referenced"
+
+    def __init__(self, *, page_id: str, references: int) -> None:
+        super().__init__(
+            f"Page {page_id} is named by {references} agents' logs and was not deleted.",
+            page_id=page_id,
+            references=references,
+        )
+
+
+class FormatUnknown(InternalError):
+    """No layout is known for a page format (its conditioning constants may be lost)."""
+
+    name = "format_unknown"
+
+    def __init__(self, *, group: int, format_id: str) -> None:
+        super().__init__(
+            f"No layout is known for format {format_id} of cache group {group}.", group=group, format_id=format_id
+        )
+
+
+__all__ = [
+    "DataFolderLocked",
+    "DataFolderMalformed",
+    "DataFolderTooNew",
+    "DiskFault",
+    "FormatUnknown",
+    "LogCorrupt",
+    "LogVanished",
+    "PageCorrupt",
+    "PageMissing",
+    "PageNotDurable",
+    "PageReferenced",
+    "QuotaExceeded",
+    "RecordInvalid",
+]

@@ -1,0 +1,304 @@
+"""The only door to the disk: a small file system interface, so that crashes and faults can be put behind it.
+
+Theory of operation. Durable state is made of three moves only: a new file appears under its name complete
+(`write_file`: temporary name, write, fsync, rename, fsync of the folder), a log grows (write, fsync), a name goes away.
+Everything a crash can do to them is simulated by the lossy disk of the tests, which implements `FileSystem` too.
+SQLite does its own file access and is therefore used for derived state only.
+
+May import nothing from kvd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat as stat_bits
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NewType, Protocol
+
+FileHandle = NewType("FileHandle", int)
+"""An open file; owned by whoever opened it."""
+
+TEMP_SUFFIX: Final = ".tmp"
+"""Ends the name of every file that is not complete yet; such names start with a dot."""
+
+_FULL_FSYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
+_NO_CACHE: Final[int | None] = getattr(fcntl, "F_NOCACHE", None)
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """Facts of a file or folder.
+
+    Attributes:
+        is_folder: False for anything that is not a folder.
+        file_bytes: length in bytes (0 for folders).
+        mode: permission bits.
+        mtime_s: last change of the content, seconds since the epoch.
+    """
+
+    is_folder: bool
+    file_bytes: int
+    mode: int
+    mtime_s: float
+
+
+class FileSystem(Protocol):
+    """What the store asks of a disk. Every method raises OSError when the disk refuses."""
+
+    def create(self, path: Path) -> FileHandle:
+        """Open a new file for writing, mode 0600; FileExistsError when the name is taken, links are not followed."""
+
+    def open_append(self, path: Path) -> FileHandle:
+        """Open an existing or new file (0600) for writing at its end; links are not followed."""
+
+    def write(self, handle: FileHandle, data: bytes | memoryview) -> None:
+        """Write all of `data`; when it raises, any prefix of it may be in the file."""
+
+    def truncate(self, handle: FileHandle, file_bytes: int) -> None:
+        """Cut the file to `file_bytes`."""
+
+    def fsync(self, handle: FileHandle) -> None:
+        """Return once the file's content survives a loss of power."""
+
+    def close(self, handle: FileHandle) -> None:
+        """Close the file."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, replacing whatever had it."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file's name."""
+
+    def mkdir(self, path: Path) -> None:
+        """Make one folder, mode 0700."""
+
+    def fsync_dir(self, path: Path) -> None:
+        """Return once the names inside the folder survive a loss of power."""
+
+    def chmod(self, path: Path, mode: int) -> None:
+        """Set permission bits."""
+
+    def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
+        """Read `limit` bytes (-1: all) from `offset` on; optionally leave nothing in the system's page cache."""
+
+    def listdir(self, path: Path) -> list[str]:
+        """Names in a folder, sorted."""
+
+    def stat(self, path: Path) -> FileStat | None:
+        """Facts of a path, None when nothing is there. Links are not followed."""
+
+    def lock(self, path: Path) -> FileHandle:
+        """Open (0600) and lock a file for this process; BlockingIOError when another one holds it."""
+
+    def database_path(self, path: Path) -> Path:
+        """Where SQLite may open the file that the store calls `path`."""
+
+
+class RealFileSystem:
+    """The machine's file system. Stateless, safe from any thread."""
+
+    def create(self, path: Path) -> FileHandle:
+        """See `FileSystem.create`."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return FileHandle(os.open(path, flags, 0o600))
+
+    def open_append(self, path: Path) -> FileHandle:
+        """See `FileSystem.open_append`."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return FileHandle(os.open(path, flags, 0o600))
+
+    def write(self, handle: FileHandle, data: bytes | memoryview) -> None:
+        """See `FileSystem.write`."""
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[os.write(handle, left) :]
+
+    def truncate(self, handle: FileHandle, file_bytes: int) -> None:
+        """See `FileSystem.truncate`."""
+        os.ftruncate(handle, file_bytes)
+
+    def fsync(self, handle: FileHandle) -> None:
+        """See `FileSystem.fsync`. On macOS fsync leaves data in the drive's cache; F_FULLFSYNC does not."""
+        if _FULL_FSYNC is not None:
+            try:
+                fcntl.fcntl(handle, _FULL_FSYNC)
+            except OSError as error:
+                # Network file systems lack it. A real fault must not reach the plain fsync: it would report success.
+                if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                    raise
+                os.fsync(handle)
+        else:
+            os.fsync(handle)
+
+    def close(self, handle: FileHandle) -> None:
+        """See `FileSystem.close`."""
+        os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See `FileSystem.rename`."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """See `FileSystem.unlink`."""
+        os.unlink(path)
+
+    def mkdir(self, path: Path) -> None:
+        """See `FileSystem.mkdir`."""
+        os.mkdir(path, 0o700)
+
+    def fsync_dir(self, path: Path) -> None:
+        """See `FileSystem.fsync_dir`."""
+        handle = FileHandle(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        try:
+            self.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def chmod(self, path: Path, mode: int) -> None:
+        """See `FileSystem.chmod`."""
+        os.chmod(path, mode)
+
+    def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
+        """See `FileSystem.read`."""
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb", buffering=0) as file:
+            if drop_cache and _NO_CACHE is not None:
+                fcntl.fcntl(handle, _NO_CACHE, 1)
+            file.seek(offset)
+            data = file.readall() if limit < 0 else _read_exactly(handle, limit)
+            if drop_cache and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        return data
+
+    def listdir(self, path: Path) -> list[str]:
+        """See `FileSystem.listdir`."""
+        return sorted(os.listdir(path))
+
+    def stat(self, path: Path) -> FileStat | None:
+        """See `FileSystem.stat`."""
+        try:
+            found = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        folder = stat_bits.S_ISDIR(found.st_mode)
+        return FileStat(folder, 0 if folder else found.st_size, stat_bits.S_IMODE(found.st_mode), found.st_mtime)
+
+    def lock(self, path: Path) -> FileHandle:
+        """See `FileSystem.lock`."""
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(handle)
+            raise
+        return FileHandle(handle)
+
+    def database_path(self, path: Path) -> Path:
+        """See `FileSystem.database_path`."""
+        return path
+
+
+def _read_exactly(handle: int, limit: int) -> bytes:
+    """Read `limit` bytes or up to the end of the file, whichever comes first."""
+    parts: list[bytes] = []
+    while limit > 0 and (part := os.read(handle, limit)):
+        parts.append(part)
+        limit -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def make_folder(fs: FileSystem, path: Path) -> None:
+    """Make `path` and its missing parents, each durable; a folder that exists becomes 0700 if it was wider.
+
+    Parents that exist are left as they are: they are not ours.
+
+    Raises:
+        OSError: the disk refused, or something else has the name.
+    """
+    found = fs.stat(path)
+    if found is None:
+        if path.parent != path and fs.stat(path.parent) is None:
+            make_folder(fs, path.parent)
+        with contextlib.suppress(FileExistsError):
+            fs.mkdir(path)
+        fs.fsync_dir(path.parent)
+        found = fs.stat(path)
+    if found is None or not found.is_folder:
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path))
+    if found.mode & 0o077:
+        fs.chmod(path, 0o700)
+
+
+def write_file(fs: FileSystem, path: Path, parts: Iterable[bytes | memoryview]) -> int:
+    """Put a complete file under `path`, durable when this returns.
+
+    When it raises, `path` holds either what it held before or the whole new content, never part of it, and the
+    temporary file is removed if the disk allows it (recovery removes it otherwise).
+
+    Args:
+        fs: the disk.
+        path: final name; the temporary one is in the same folder, as a rename must not cross file systems.
+        parts: the content in order.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMP_SUFFIX}")
+    written = 0
+    handle = fs.create(temp)
+    try:
+        try:
+            for part in parts:
+                fs.write(handle, part)
+                written += len(part)
+            fs.fsync(handle)
+        finally:
+            fs.close(handle)
+        fs.rename(temp, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fs.unlink(temp)
+        raise
+    fs.fsync_dir(path.parent)
+    return written
+
+
+def is_temp_name(name: str) -> bool:
+    """Whether a name is one that `write_file` gives to files that are not complete."""
+    return name.startswith(".") and name.endswith(TEMP_SUFFIX)
+
+
+def folder_bytes(fs: FileSystem, path: Path) -> int:
+    """Bytes of all files under `path`, whatever their names; 0 when there is no such folder."""
+    total = 0
+    try:
+        names = fs.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    for name in names:
+        found = fs.stat(path / name)
+        if found is not None:
+            total += folder_bytes(fs, path / name) if found.is_folder else found.file_bytes
+    return total
+
+
+__all__ = [
+    "TEMP_SUFFIX",
+    "FileHandle",
+    "FileStat",
+    "FileSystem",
+    "RealFileSystem",
+    "folder_bytes",
+    "is_temp_name",
+    "make_folder",
+    "write_file",
+]

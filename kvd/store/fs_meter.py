@@ -1,0 +1,98 @@
+"""A file system that counts what passes through it: bytes and fsyncs are wear, and wear is a metric (P26).
+
+May import kvd.store.fs only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvd.store.fs import FileHandle, FileStat, FileSystem
+
+
+class MeteredFileSystem:
+    """Passes everything on to another `FileSystem` and counts. Used by one thread at a time.
+
+    Attributes:
+        bytes_written: bytes handed to `write` with success, since construction.
+        bytes_read: bytes that `read` returned.
+        fsyncs: calls of `fsync` and `fsync_dir`.
+    """
+
+    def __init__(self, inner: FileSystem) -> None:
+        self._inner = inner
+        self.bytes_written = 0
+        self.bytes_read = 0
+        self.fsyncs = 0
+
+    def create(self, path: Path) -> FileHandle:
+        """See `FileSystem.create`."""
+        return self._inner.create(path)
+
+    def open_append(self, path: Path) -> FileHandle:
+        """See `FileSystem.open_append`."""
+        return self._inner.open_append(path)
+
+    def write(self, handle: FileHandle, data: bytes | memoryview) -> None:
+        """See `FileSystem.write`."""
+        self._inner.write(handle, data)
+        self.bytes_written += len(data)
+
+    def truncate(self, handle: FileHandle, file_bytes: int) -> None:
+        """See `FileSystem.truncate`."""
+        self._inner.truncate(handle, file_bytes)
+
+    def fsync(self, handle: FileHandle) -> None:
+        """See `FileSystem.fsync`."""
+        self.fsyncs += 1
+        self._inner.fsync(handle)
+
+    def close(self, handle: FileHandle) -> None:
+        """See `FileSystem.close`."""
+        self._inner.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See `FileSystem.rename`."""
+        self._inner.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """See `FileSystem.unlink`."""
+        self._inner.unlink(path)
+
+    def mkdir(self, path: Path) -> None:
+        """See `FileSystem.mkdir`."""
+        self._inner.mkdir(path)
+
+    def fsync_dir(self, path: Path) -> None:
+        """See `FileSystem.fsync_dir`."""
+        self.fsyncs += 1
+        self._inner.fsync_dir(path)
+
+    def chmod(self, path: Path, mode: int) -> None:
+        """See `FileSystem.chmod`."""
+        self._inner.chmod(path, mode)
+
+    def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
+        """See `FileSystem.read`."""
+        data = self._inner.read(path, offset=offset, limit=limit, drop_cache=drop_cache)
+        self.bytes_read += len(data)
+        return data
+
+    def listdir(self, path: Path) -> list[str]:
+        """See `FileSystem.listdir`."""
+        return self._inner.listdir(path)
+
+    def stat(self, path: Path) -> FileStat | None:
+        """See `FileSystem.stat`."""
+        return self._inner.stat(path)
+
+    def lock(self, path: Path) -> FileHandle:
+        """See `FileSystem.lock`."""
+        return self._inner.lock(path)
+
+    def database_path(self, path: Path) -> Path:
+        """See `FileSystem.database_path`."""
+        return self._inner.database_path(path)
+
+
+__all__ = ["MeteredFileSystem"]

@@ -1,0 +1,286 @@
+"""All agents' logs of one model: append, compact, read tails, delete; and which pages they name.
+
+A record is applied to the agent's image before it is written, so no log ever holds a record that cannot be replayed.
+Owned by the swap thread. May import kvd.errors, kvd.ids and siblings of kvd.store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import xxhash
+
+from kvd.errors import AgentNotFound
+from kvd.ids import PageId
+from kvd.store.agent_image import AgentImage, Fragment, Layouts, apply
+from kvd.store.agent_log import FRAME, AgentLog, LogScan, log_seed, scan_log
+from kvd.store.catalog import AgentRow
+from kvd.store.errors import FormatUnknown, LogCorrupt, LogVanished, PageNotDurable, RecordInvalid
+from kvd.store.fs import FileSystem
+from kvd.store.layout import DataFolder
+from kvd.store.record_codec import decode_record, encode_record
+from kvd.store.records import AgentRecord
+from kvd.store.recovery_report import AgentRef, RecoveryReport, agent_row
+from kvd.store.snapshot import join_tail, snapshot_records
+from kvd.store.swap_dir import move_aside
+
+Admit = Callable[[int], None]
+"""Raises QuotaExceeded when that many bytes may not be written."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    image: AgentImage
+    log: AgentLog
+
+
+class LogBook:
+    """Logs and images of all agents. `append`, `compact`, `delete` and `forget_lost` are the only mutators."""
+
+    def __init__(
+        self,
+        folder: DataFolder,
+        fingerprint: str,
+        fs: FileSystem,
+        layouts: Layouts,
+        full_groups: frozenset[int] | None,
+        recovered: RecoveryReport,
+        facts: Callable[[str], None],
+    ) -> None:
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._fs = fs
+        self._layouts = layouts
+        self._full_groups = full_groups
+        self._facts = facts
+        self._entries: dict[AgentRef, _Entry] = {}
+        self._references: Counter[PageId] = Counter()
+        self._names_unsettled = False
+        for ref, image in recovered.agents.items():
+            self._put(ref, image, self._open(ref, recovered.logs[ref]))
+
+    def image(self, ref: AgentRef) -> AgentImage | None:
+        """The agent as its log says, None when it has none."""
+        entry = self._entries.get(ref)
+        return None if entry is None else entry.image
+
+    def rows(self, now_s: float) -> list[AgentRow]:
+        """Catalog rows of all agents."""
+        return [agent_row(entry.image, entry.log.checksum, now_s) for entry in self._entries.values()]
+
+    def row(self, ref: AgentRef, now_s: float) -> AgentRow:
+        """Catalog row of one agent."""
+        return agent_row(self._entries[ref].image, self._entries[ref].log.checksum, now_s)
+
+    def references(self, page_id: str) -> int:
+        """How many agents' logs name a page."""
+        return self._references[PageId(page_id)]
+
+    def append(self, record: AgentRecord, durable: Collection[PageId], admit: Admit) -> AgentImage:
+        """Commit a record.
+
+        Args:
+            record: the change.
+            durable: pages with a durable file.
+            admit: the quota.
+
+        Raises:
+            RecordInvalid, PageNotDurable, QuotaExceeded: nothing was written.
+            LogVanished: committed bytes are gone; what is left is in quarantine and the agent is unknown from now on.
+            OSError: the disk refused; the log is as before.
+        """
+        ref = (record.namespace, record.agent)
+        entry = self._entries.get(ref)
+        payload = encode_record(record)
+        log = entry.log if entry is not None else self._new_log(ref)
+        end = log.good_bytes + FRAME.size + len(payload)
+        image = apply(
+            entry.image if entry is not None else None,
+            record,
+            payload_end=end,
+            layouts=self._layouts,
+            full_groups=self._full_groups,
+        )
+        if record.kind != "flip":
+            absent = tuple(sorted(page for page in image.branch.page_ids() if page not in durable))
+            if absent:
+                raise PageNotDurable(page_ids=absent)
+        admit(FRAME.size + len(payload))
+        try:
+            log.append(record.seq, payload)
+        except LogVanished:
+            self._lose(ref)
+            raise
+        self._put(ref, image, log)
+        return image
+
+    def compact(self, ref: AgentRef, keep: frozenset[int] | None, admit: Admit) -> AgentImage:
+        """Rewrite a log as snapshots; all or nothing.
+
+        Raises:
+            AgentNotFound: no such agent.
+            LogCorrupt, FormatUnknown: a tail cannot be read; the log is as before.
+            QuotaExceeded: the log is as before.
+            OSError: the log is as before, or the new one, not durable yet; `settle` makes it so.
+        """
+        entry = self._entry(ref)
+        records = list(
+            snapshot_records(entry.image, lambda branch, group: self.read_tail(ref, branch, group), keep=keep)
+        )
+        frames = [(record.seq, encode_record(record)) for record in records]
+        admit(sum(FRAME.size + len(payload) for _, payload in frames))
+        try:
+            scan = entry.log.replace(frames)
+        except OSError:
+            with contextlib.suppress(OSError, RecordInvalid):
+                self._reread(ref)
+            raise
+        image = self._replay(scan)
+        self._put(ref, image, entry.log)
+        return image
+
+    def read_tail(self, ref: AgentRef, branch: int, group: int) -> bytes:
+        """Tail KV of a branch, in layout order; empty when it has none.
+
+        Raises:
+            AgentNotFound: no such agent, branch or group.
+            FormatUnknown: no layout for its format.
+            LogCorrupt: the bytes are not what was committed.
+            OSError: the disk refused.
+        """
+        entry = self._entry(ref)
+        try:
+            segment = entry.image.branches[branch].segment(group)
+        except KeyError as error:
+            raise AgentNotFound(f"Agent {ref[1]!r} has no branch {branch} with group {group}.") from error
+        if not segment.fragments:
+            return b""
+        layout = self._layouts(group, segment.format_id)
+        if layout is None:
+            raise FormatUnknown(group=group, format_id=segment.format_id)
+        return join_tail(segment, layout, lambda fragment: self._fragment(entry.log, fragment))
+
+    def delete(self, ref: AgentRef) -> int:
+        """Delete a log and forget its agent; the deletion is durable when this returns.
+
+        Returns:
+            Bytes freed.
+        """
+        path = self._folder.log_path(self._fingerprint, *ref)
+        found = self._fs.stat(path)
+        if found is not None:
+            self._fs.unlink(path)
+            self._fs.fsync_dir(path.parent)
+        self._drop(ref)
+        return 0 if found is None else found.file_bytes
+
+    def settle(self) -> None:
+        """Make a compaction that failed at its very end durable; called before pages are deleted.
+
+        Raises:
+            OSError: still not durable.
+        """
+        if self._names_unsettled:
+            self._fs.fsync_dir(self._folder.agents_folder(self._fingerprint))
+            self._names_unsettled = False
+
+    def forget_lost(self) -> list[AgentRef]:
+        """Forget agents whose logs are gone or too short (the folder vanished); what is left goes to quarantine."""
+        lost = []
+        for ref, entry in list(self._entries.items()):
+            found = self._fs.stat(entry.log.path)
+            if found is None or found.file_bytes < entry.log.good_bytes:
+                self._lose(ref)
+                lost.append(ref)
+        return lost
+
+    # ---- internals --------------------------------------------------------------------------------------------------
+
+    def _entry(self, ref: AgentRef) -> _Entry:
+        entry = self._entries.get(ref)
+        if entry is None:
+            raise AgentNotFound(f"There is no agent {ref[1]!r} in namespace {ref[0]!r}.")
+        return entry
+
+    def _open(self, ref: AgentRef, scan: LogScan | None, *, name_durable: bool = True) -> AgentLog:
+        path = self._folder.log_path(self._fingerprint, *ref)
+        return AgentLog(self._fs, path, log_seed(self._fingerprint, path.name), scan, name_durable=name_durable)
+
+    def _new_log(self, ref: AgentRef) -> AgentLog:
+        """A log for an agent that has none; a file that is there anyway (unreadable at start) is put aside."""
+        log = self._open(ref, None)
+        found = self._fs.stat(log.path)
+        if found is not None and found.file_bytes:
+            self._put_aside(log)
+        return log
+
+    def _put_aside(self, log: AgentLog) -> None:
+        moved = move_aside(self._fs, log.path, self._folder.quarantine_folder(self._fingerprint))
+        if moved is not None:
+            self._facts(f"log {log.path.name} put aside as {moved.name}")
+
+    def _lose(self, ref: AgentRef) -> None:
+        entry = self._entries[ref]
+        self._drop(ref)
+        with contextlib.suppress(OSError):
+            self._put_aside(entry.log)
+
+    def _put(self, ref: AgentRef, image: AgentImage, log: AgentLog) -> None:
+        old = self._entries.get(ref)
+        new_pages = image.page_ids()
+        old_pages = old.image.page_ids() if old is not None else set()
+        self._references.update(new_pages - old_pages)
+        self._dereference(old_pages - new_pages)
+        self._entries[ref] = _Entry(image, log)
+
+    def _drop(self, ref: AgentRef) -> None:
+        entry = self._entries.pop(ref, None)
+        if entry is not None:
+            self._dereference(entry.image.page_ids())
+
+    def _dereference(self, page_ids: Collection[PageId]) -> None:
+        for page_id in page_ids:
+            self._references[page_id] -= 1
+            if self._references[page_id] <= 0:
+                del self._references[page_id]
+
+    def _fragment(self, log: AgentLog, fragment: Fragment) -> bytes:
+        try:
+            data = self._fs.read(log.path, offset=fragment.offset, limit=fragment.kv_bytes)
+        except FileNotFoundError:
+            data = b""
+        if len(data) != fragment.kv_bytes or xxhash.xxh3_128_digest(data) != fragment.checksum:
+            reason = "length" if len(data) != fragment.kv_bytes else "checksum"
+            raise LogCorrupt(path=str(log.path), offset=fragment.offset, reason=reason)
+        return data
+
+    def _replay(self, scan: LogScan) -> AgentImage:
+        image: AgentImage | None = None
+        for frame in scan.frames:
+            image = apply(
+                image,
+                decode_record(frame.payload),
+                payload_end=frame.end,
+                layouts=self._layouts,
+                full_groups=self._full_groups,
+            )
+        if image is None:
+            raise RecordInvalid("the log is empty")
+        return image
+
+    def _reread(self, ref: AgentRef) -> None:
+        """After a compaction failed: see which of the two logs is there."""
+        log = self._entries[ref].log
+        scan = scan_log(self._fs.read(log.path), log_seed(self._fingerprint, log.path.name))
+        if scan.checksum == log.checksum and scan.good_bytes == log.good_bytes:
+            return
+        image = self._replay(scan)
+        self._names_unsettled = True
+        bare = LogScan((), scan.good_bytes, scan.checksum, None)
+        self._put(ref, image, self._open(ref, bare, name_durable=False))
+
+
+__all__ = ["Admit", "LogBook"]

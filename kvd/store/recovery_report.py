@@ -1,0 +1,106 @@
+"""What recovery found and did, as plain data. May import kvd.ids and siblings of kvd.store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kvd.ids import PageId
+from kvd.store.agent_image import AgentImage
+from kvd.store.agent_log import LogScan
+from kvd.store.catalog import AgentRow
+from kvd.store.layout import log_name
+from kvd.store.page_file import PageHeader
+
+AgentRef = tuple[str, str]
+"""(namespace, agent)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogTrouble:
+    """A log that did not end where its last good record ends.
+
+    Attributes:
+        log: file name.
+        agent: (namespace, agent), None when no record was readable.
+        kind: `torn` (unacknowledged append, cut off), `corrupt` (committed bytes changed, rest in quarantine), `stale`
+            (the catalog knows of later records: an older copy or a cut log) or `unreadable` (the disk refused; kept).
+        offset: end of the good part.
+        lost_bytes: bytes after it.
+        reason: what was wrong.
+    """
+
+    log: str
+    agent: AgentRef | None
+    kind: Literal["torn", "corrupt", "stale", "unreadable"]
+    offset: int
+    lost_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What was found and done. Figures in bytes count file lengths.
+
+    Attributes:
+        agents: every agent that has a log with at least one good record.
+        logs: where each agent's log stands; what `SwapStore` continues.
+        pages: header of every page that has a durable file and is named by a log.
+        file_bytes: length of those files.
+        missing_pages: pages that a log names and that cannot be served, with the reason.
+        unknown_formats: (group, format_id) of pages that no layout is known for; their files stay.
+        orphans: page files that no log names: deleted (or put aside, or kept, see the module).
+        orphans_deleted: how many of them were deleted; `orphan_bytes` their bytes.
+        temp_files_deleted: unfinished files.
+        foreign_files: files kvd did not make; counted in `used_bytes`, never touched.
+        quarantined: files put aside in this run.
+        log_troubles: every log that was not perfect.
+        adopted_pages: pages the catalog did not know.
+        dropped_rows: catalog rows without a page or agent.
+        facts: what happened to the catalog.
+        swap_bytes: page files; `log_bytes`, `quarantine_bytes` and `used_bytes` (every byte under the root) likewise.
+        counters: lifetime counters of the catalog.
+        seconds: how long it took.
+    """
+
+    agents: dict[AgentRef, AgentImage]
+    logs: dict[AgentRef, LogScan]
+    pages: dict[PageId, PageHeader]
+    file_bytes: dict[PageId, int]
+    missing_pages: dict[PageId, str]
+    unknown_formats: tuple[tuple[int, str], ...]
+    orphans: tuple[PageId, ...]
+    orphans_deleted: int
+    orphan_bytes: int
+    temp_files_deleted: tuple[str, ...]
+    foreign_files: tuple[str, ...]
+    quarantined: tuple[str, ...]
+    log_troubles: tuple[LogTrouble, ...]
+    adopted_pages: int
+    dropped_rows: int
+    facts: tuple[str, ...]
+    swap_bytes: int
+    log_bytes: int
+    quarantine_bytes: int
+    used_bytes: int
+    counters: Mapping[str, int]
+    seconds: float
+
+
+def agent_row(image: AgentImage, checksum: bytes, now_s: float) -> AgentRow:
+    """The catalog row of an agent."""
+    return AgentRow(
+        namespace=image.namespace,
+        agent=image.agent,
+        log_name=log_name(image.namespace, image.agent),
+        seq=image.seq,
+        log_bytes=image.log_bytes,
+        log_checksum=checksum,
+        tokens=len(image.branch.tokens),
+        branches=len(image.branches),
+        updated_s=now_s,
+    )
+
+
+__all__ = ["AgentRef", "LogTrouble", "RecoveryReport", "agent_row"]

@@ -1,0 +1,185 @@
+"""The page files of one model: write, read, delete, quarantine, scan.
+
+Owned by whoever owns the data folder's queue (the swap thread, or recovery before it starts); not thread safe. No
+state but the set of folders known to exist. May import kvd.ids, kvd.quant.spec and siblings of kvd.store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.ids import PageId
+from kvd.quant.spec import PageLayout
+from kvd.store.errors import PageMissing
+from kvd.store.fs import FileSystem, is_temp_name, make_folder, write_file
+from kvd.store.layout import DataFolder, page_of_file
+from kvd.store.page_file import PageHeader, decode_page, encode_page
+
+
+@dataclass(frozen=True, slots=True)
+class SwapScan:
+    """What is in the swap folders.
+
+    Attributes:
+        pages: length in bytes of every file that is named like a page and lies where it belongs.
+        temp_files: files that were being written when the last process died.
+        foreign_files: everything else; counted, never touched.
+    """
+
+    pages: dict[PageId, int]
+    temp_files: tuple[Path, ...]
+    foreign_files: tuple[Path, ...]
+
+
+class SwapDir:
+    """Page files of one model.
+
+    Args:
+        folder: the data folder.
+        fingerprint: the model.
+        fs: the disk; may be a metered view of the folder's.
+    """
+
+    def __init__(self, folder: DataFolder, fingerprint: str, fs: FileSystem) -> None:
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._fs = fs
+        self._known_folders: set[Path] = set()
+
+    def path(self, page_id: str) -> Path:
+        """Where the page's file is."""
+        return self._folder.page_path(self._fingerprint, page_id)
+
+    def write(self, header: PageHeader, layout: PageLayout, payload: bytes | memoryview) -> int:
+        """Write a page; when this returns it survives a loss of power.
+
+        When it raises, the page's name holds nothing, the old file, or the whole new one (durable or not).
+
+        Returns:
+            Bytes of the file.
+
+        Raises:
+            OSError: the disk refused. FileNotFoundError and NotADirectoryError: the folders vanished.
+        """
+        path = self.path(header.page_id)
+        if path.parent not in self._known_folders:
+            if self._fs.stat(path.parent.parent) is None:
+                raise FileNotFoundError(errno.ENOENT, "the swap folder vanished", str(path.parent.parent))
+            make_folder(self._fs, path.parent)
+            self._known_folders.add(path.parent)
+        return write_file(self._fs, path, encode_page(header, layout, payload))
+
+    def read(self, expected: PageHeader, layout: PageLayout, *, drop_cache: bool = False) -> bytes:
+        """Read a page's payload in one sequential read and verify every byte.
+
+        Raises:
+            PageMissing: no such file.
+            PageCorrupt: the file is not the page; it is left where it is.
+            OSError: the disk refused.
+        """
+        try:
+            data = self._fs.read(self.path(expected.page_id), drop_cache=drop_cache)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise PageMissing(page_id=expected.page_id) from error
+        return bytes(decode_page(data, expected, layout))
+
+    def delete(self, page_id: str) -> int:
+        """Remove a page's file if there is one. It may come back after a crash, then as an orphan.
+
+        Returns:
+            Bytes freed.
+        """
+        path = self.path(page_id)
+        found = self._fs.stat(path)
+        if found is None:
+            return 0
+        self._fs.unlink(path)
+        return found.file_bytes
+
+    def quarantine(self, page_id: str) -> Path | None:
+        """Move a page's file aside, so that it is never served again; None when there is no file."""
+        return move_aside(self._fs, self.path(page_id), self._folder.quarantine_folder(self._fingerprint))
+
+    def forget_folders(self) -> None:
+        """Drop what is known about existing folders (they vanished)."""
+        self._known_folders.clear()
+
+    def scan(self) -> SwapScan:
+        """List every file under the swap folder. A missing folder is an empty one."""
+        pages: dict[PageId, int] = {}
+        temp_files: list[Path] = []
+        foreign: list[Path] = []
+        root = self._folder.swap_folder(self._fingerprint)
+        for path, file_bytes in _files(self._fs, root):
+            page_id = page_of_file(path.name)
+            if page_id is not None and path == self.path(page_id):
+                pages[page_id] = file_bytes
+            elif is_temp_name(path.name):
+                temp_files.append(path)
+            else:
+                foreign.append(path)
+        return SwapScan(pages, tuple(temp_files), tuple(foreign))
+
+
+def _files(fs: FileSystem, folder: Path) -> list[tuple[Path, int]]:
+    """Every file under `folder` with its length in bytes."""
+    found: list[tuple[Path, int]] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in fs.listdir(folder):
+            stat = fs.stat(folder / name)
+            if stat is not None and stat.is_folder:
+                found.extend(_files(fs, folder / name))
+            elif stat is not None:
+                found.append((folder / name, stat.file_bytes))
+    return found
+
+
+def aside_path(fs: FileSystem, name: str, quarantine: Path) -> Path:
+    """A free name in the quarantine folder that starts like `name`."""
+    stem, dot, suffix = name.partition(".")
+    number = 0
+    while fs.stat(quarantine / f"{stem}-{number}{dot}{suffix}") is not None:
+        number += 1
+    return quarantine / f"{stem}-{number}{dot}{suffix}"
+
+
+def move_aside(fs: FileSystem, path: Path, quarantine: Path) -> Path | None:
+    """Move a file to the quarantine folder under a free name; None when there is no file.
+
+    Raises:
+        OSError: the disk refused; the file then is where it was.
+    """
+    if fs.stat(path) is None:
+        return None
+    make_folder(fs, quarantine)
+    target = aside_path(fs, path.name, quarantine)
+    fs.rename(path, target)
+    fs.fsync_dir(quarantine)  # the target first: between the two the file may have two names, never none
+    fs.fsync_dir(path.parent)
+    return target
+
+
+def prune_quarantine(fs: FileSystem, quarantine: Path, *, wanted_bytes: int) -> int:
+    """Delete quarantined files, oldest first, until `wanted_bytes` are free or nothing is left.
+
+    Returns:
+        Bytes freed.
+    """
+    files: list[tuple[float, Path, int]] = []
+    for path, file_bytes in _files(fs, quarantine):
+        stat = fs.stat(path)
+        files.append((0.0 if stat is None else stat.mtime_s, path, file_bytes))
+    freed_bytes = 0
+    for _, path, file_bytes in sorted(files):
+        if freed_bytes >= wanted_bytes:
+            break
+        with contextlib.suppress(FileNotFoundError):
+            fs.unlink(path)
+            freed_bytes += file_bytes
+    return freed_bytes
+
+
+__all__ = ["SwapDir", "SwapScan", "aside_path", "move_aside", "prune_quarantine"]

@@ -1,0 +1,179 @@
+"""What the swap thread can be asked to do, and what it answers. Plain frozen data.
+
+Order. Writes, records, compactions and deletions are carried out strictly in the order of submission. Reads overtake
+them, except those they depend on: a page's read waits for queued writes and deletions of that page, a tail's read for
+queued changes of that agent's log.
+
+May import kvd.errors, kvd.quant.spec and siblings of kvd.store.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from kvd.errors import KvdError
+from kvd.quant.spec import PageLayout
+from kvd.store.agent_image import AgentImage
+from kvd.store.page_file import PageHeader
+from kvd.store.records import AgentRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WritePageOp:
+    """Write a sealed page. Durable when the result has no error; then a record may name it."""
+
+    header: PageHeader
+    layout: PageLayout
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPageOp:
+    """Read and verify a page; `SwapResult.payload` holds `layout.payload_bytes` bytes."""
+
+    expected: PageHeader
+    layout: PageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class AppendRecordOp:
+    """Commit a record to its agent's log. Durable when the result has no error, else not, and nothing is half written.
+
+    After LogVanished or for a new agent the record must stand alone (`create` or `snapshot`, no base).
+    """
+
+    record: AgentRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CompactLogOp:
+    """Rewrite an agent's log as one snapshot a branch; record numbers go on as before.
+
+    Attributes:
+        keep_branches: branches to keep besides the current one; None keeps all. The pages of dropped branches may be
+            deleted afterwards.
+    """
+
+    namespace: str
+    agent: str
+    keep_branches: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePageOp:
+    """Delete a page: row first, then file. Refused while a log names it."""
+
+    page_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteLogOp:
+    """Delete an agent's log: row first, then file. Its pages stay until they are deleted themselves."""
+
+    namespace: str
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTailOp:
+    """Read a branch's tail KV; `SwapResult.payload`: `[kv_heads, tail_tokens, width]` per tensor, in layout order."""
+
+    namespace: str
+    agent: str
+    branch: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlushOp:
+    """Set `event` once everything submitted before is done and the catalog is committed."""
+
+    event: threading.Event
+
+
+SwapOp = WritePageOp | ReadPageOp | AppendRecordOp | CompactLogOp | DeletePageOp | DeleteLogOp | ReadTailOp | FlushOp
+
+
+@dataclass(frozen=True, slots=True)
+class SwapResult:
+    """The answer to one op.
+
+    Attributes:
+        op: what was asked.
+        error: why it failed; None when it is done and durable.
+        seconds: time it took, without waiting in the queue.
+        written_bytes: bytes written for it.
+        read_bytes: bytes read for it.
+        payload: page or tail, for reads that succeeded.
+        image: the agent afterwards, for records and compactions that succeeded.
+        facts: what else happened and belongs into the log (quarantined files, recreated folders, a new catalog).
+    """
+
+    op: SwapOp
+    error: KvdError | None
+    seconds: float
+    written_bytes: int = 0
+    read_bytes: int = 0
+    payload: bytes | None = None
+    image: AgentImage | None = None
+    facts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStatistics:
+    """Figures since start, unless said otherwise.
+
+    Attributes:
+        bytes_written: all bytes written (pages, logs, moves to quarantine), without SQLite's.
+        bytes_written_lifetime: likewise, since the data folder was made (as of the last commit before a crash).
+        bytes_read: all bytes read.
+        fsyncs: flushes of files and folders.
+        pages_written, pages_read, records_appended, logs_compacted, pages_deleted: operations that succeeded.
+        pages_corrupt, pages_missing: loads that failed so.
+        write_errors: writes, records and compactions that failed.
+        deliver_errors: answers whose receiver raised.
+        queued_ops: operations waiting, reads included.
+        queued_bytes: payload bytes they hold in memory.
+        durable_pages: pages with a durable file.
+        swap_bytes, log_bytes, quarantine_bytes: disk used by pages, logs and what was put aside.
+        used_bytes: every byte under the data folder, as of the last count plus own writes.
+        quota_bytes: the limit for it.
+    """
+
+    bytes_written: int
+    bytes_written_lifetime: int
+    bytes_read: int
+    fsyncs: int
+    pages_written: int
+    pages_read: int
+    records_appended: int
+    logs_compacted: int
+    pages_deleted: int
+    pages_corrupt: int
+    pages_missing: int
+    write_errors: int
+    deliver_errors: int
+    queued_ops: int
+    queued_bytes: int
+    durable_pages: int
+    swap_bytes: int
+    log_bytes: int
+    quarantine_bytes: int
+    used_bytes: int
+    quota_bytes: int
+
+
+__all__ = [
+    "AppendRecordOp",
+    "CompactLogOp",
+    "DeleteLogOp",
+    "DeletePageOp",
+    "FlushOp",
+    "ReadPageOp",
+    "ReadTailOp",
+    "SwapOp",
+    "SwapResult",
+    "SwapStatistics",
+    "WritePageOp",
+]

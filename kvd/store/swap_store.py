@@ -1,0 +1,341 @@
+"""Carries out swap operations one after the other, on the caller's thread. `SwapThread` puts a thread around it.
+
+Theory of operation. A page is durable when its file is, and is then known here; a record is refused while it names a
+page that is not (so no log can name a page that a crash may take). Deleting goes row first, then file: rows are
+dropped in one transaction and the files follow its commit (`idle`, or before anything needs the room). No fault of the
+disk ends the store: each becomes the typed error of one result, and what was durable stays so. A folder that somebody
+removed is made again; what was in it is forgotten, so that nobody relies on it.
+
+May import kvd.errors, kvd.ids and siblings of kvd.store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from kvd.errors import InternalError, KvdError
+from kvd.ids import PageId
+from kvd.store.agent_image import AgentImage, Layouts
+from kvd.store.catalog import AgentRow
+from kvd.store.catalog_keeper import CatalogKeeper
+from kvd.store.disk_usage import DiskUsage
+from kvd.store.errors import DiskFault, LogVanished, PageCorrupt, PageMissing, PageReferenced
+from kvd.store.fs import FileSystem
+from kvd.store.fs_meter import MeteredFileSystem
+from kvd.store.layout import DataFolder
+from kvd.store.log_book import LogBook
+from kvd.store.page_file import PageHeader, file_bytes_for
+from kvd.store.recovery_report import RecoveryReport
+from kvd.store.swap_dir import SwapDir
+from kvd.store.swap_ops import (
+    AppendRecordOp,
+    CompactLogOp,
+    DeleteLogOp,
+    DeletePageOp,
+    FlushOp,
+    ReadPageOp,
+    ReadTailOp,
+    SwapOp,
+    SwapResult,
+    SwapStatistics,
+    WritePageOp,
+)
+
+_DOOMED_PAGES: Final = 256
+"""Deleted pages whose files may wait for one common commit of their rows."""
+
+T = TypeVar("T")
+
+
+class SwapStore:
+    """Durable state of one model. One owner at a time; `perform` is the only mutator.
+
+    Args:
+        folder: the data folder, opened.
+        fingerprint: the model.
+        fs: the disk.
+        quota_bytes: limit over every byte under the folder.
+        layouts: page layouts by (group, format_id).
+        recovered: what `recover` found; nothing else may have changed the folder since.
+        full_groups: groups whose pages hold every computed token; None: all.
+        drop_page_cache: leave pages that were read out of the system's page cache.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: DataFolder,
+        fingerprint: str,
+        fs: FileSystem,
+        quota_bytes: int,
+        layouts: Layouts,
+        recovered: RecoveryReport,
+        full_groups: frozenset[int] | None = None,
+        drop_page_cache: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._fs = MeteredFileSystem(fs)
+        self._drop_page_cache = drop_page_cache
+        self._facts: list[str] = []
+        self._swap = SwapDir(folder, fingerprint, self._fs)
+        self._pages: dict[PageId, PageHeader] = dict(recovered.pages)
+        self._file_bytes: dict[PageId, int] = dict(recovered.file_bytes)
+        self._doomed: dict[str, None] = {}
+        self._logs = LogBook(folder, fingerprint, self._fs, layouts, full_groups, recovered, self._facts.append)
+        self._written_before = recovered.counters.get("bytes_written", 0)
+        self._usage = DiskUsage(folder, fingerprint, self._fs, quota_bytes)
+        self._catalog = CatalogKeeper(folder, fingerprint, self._fs, self._known, self._facts.append)
+        self._counts = dict.fromkeys(
+            ("pages_written", "pages_read", "records", "compacted", "deleted", "corrupt", "missing", "write_errors"), 0
+        )
+
+    def perform(self, op: SwapOp) -> SwapResult:
+        """Carry out one operation. Never raises for what the disk or the caller did: the result says it."""
+        started_s = time.perf_counter()
+        written, read = self._fs.bytes_written, self._fs.bytes_read
+        error: KvdError | None = None
+        done = SwapResult(op, None, 0.0)
+        try:
+            done = self._dispatch(op)
+        except KvdError as fault:
+            error = fault
+        except OSError as fault:
+            error = DiskFault(_doing(op), str(fault.filename or self._folder.root), fault)
+        except Exception as fault:
+            error = InternalError(f"{_doing(op)} failed: {fault!r}")
+        if error is not None and isinstance(op, WritePageOp | AppendRecordOp | CompactLogOp):
+            self._counts["write_errors"] += 1
+        facts = tuple(self._facts)
+        self._facts.clear()
+        return SwapResult(
+            op=op,
+            error=error,
+            seconds=time.perf_counter() - started_s,
+            written_bytes=self._fs.bytes_written - written,
+            read_bytes=self._fs.bytes_read - read,
+            payload=done.payload,
+            image=done.image,
+            facts=facts,
+        )
+
+    def idle(self) -> None:
+        """Commit the catalog and remove the files of deleted pages. Called when the queue is empty."""
+        self._catalog.commit({"bytes_written": self._written_before + self._fs.bytes_written})
+        for page_id in list(self._doomed):
+            try:
+                self._usage.swap_bytes -= self._swap.delete(page_id)
+            except OSError as error:  # the row is gone: the next recovery, or a full quota, finds the orphan
+                self._facts.append(f"file of deleted page {page_id} stays for now: {error}")
+            del self._doomed[page_id]
+
+    def close(self) -> None:
+        """Commit and close the catalog. Nothing else is pending: a stop has nothing to do (P2)."""
+        self.idle()
+        self._catalog.close()
+
+    def statistics(self, *, deliver_errors: int = 0, queued_ops: int = 0, queued_bytes: int = 0) -> SwapStatistics:
+        """Figures; may be called from any thread."""
+        return SwapStatistics(
+            bytes_written=self._fs.bytes_written,
+            bytes_written_lifetime=self._written_before + self._fs.bytes_written,
+            bytes_read=self._fs.bytes_read,
+            fsyncs=self._fs.fsyncs,
+            pages_written=self._counts["pages_written"],
+            pages_read=self._counts["pages_read"],
+            records_appended=self._counts["records"],
+            logs_compacted=self._counts["compacted"],
+            pages_deleted=self._counts["deleted"],
+            pages_corrupt=self._counts["corrupt"],
+            pages_missing=self._counts["missing"],
+            write_errors=self._counts["write_errors"],
+            deliver_errors=deliver_errors,
+            queued_ops=queued_ops,
+            queued_bytes=queued_bytes,
+            durable_pages=len(self._pages),
+            swap_bytes=self._usage.swap_bytes,
+            log_bytes=self._usage.log_bytes,
+            quarantine_bytes=self._usage.quarantine_bytes,
+            used_bytes=self._usage.used_bytes,
+            quota_bytes=self._usage.quota_bytes,
+        )
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, op: SwapOp) -> SwapResult:
+        match op:
+            case WritePageOp():
+                self._unless_vanished(lambda: self._write_page(op))
+            case ReadPageOp():
+                return SwapResult(op, None, 0.0, payload=self._read_page(op))
+            case AppendRecordOp():
+                return self._append(op)
+            case CompactLogOp():
+                return self._compact(op)
+            case DeletePageOp():
+                self._delete_page(op.page_id)
+            case DeleteLogOp():
+                self._catalog.drop_agent(op.namespace, op.agent)
+                self.idle()
+                self._usage.log_bytes -= self._logs.delete((op.namespace, op.agent))
+            case ReadTailOp():
+                tail = self._logs.read_tail((op.namespace, op.agent), op.branch, op.group)
+                return SwapResult(op, None, 0.0, payload=tail)
+            case FlushOp():
+                try:
+                    self.idle()
+                finally:
+                    op.event.set()
+        return SwapResult(op, None, 0.0)
+
+    def _write_page(self, op: WritePageOp) -> None:
+        page_id = op.header.page_id
+        if page_id in self._doomed:
+            self.idle()
+        self._admit(file_bytes_for(op.header, op.layout))
+        found = self._fs.stat(self._swap.path(page_id))
+        try:
+            file_bytes = self._swap.write(op.header, op.layout, op.payload)
+        except OSError:
+            self._usage.recount()  # the temporary or even the final file may be there
+            raise
+        self._usage.swap_bytes += file_bytes - (0 if found is None else found.file_bytes)
+        self._pages[page_id] = op.header
+        self._file_bytes[page_id] = file_bytes
+        self._catalog.put_page(op.header, file_bytes)
+        self._counts["pages_written"] += 1
+
+    def _read_page(self, op: ReadPageOp) -> bytes:
+        page_id = op.expected.page_id
+        known = self._pages.get(page_id)
+        if known is not None and known != op.expected:  # the file is good, the question is wrong: keep the file
+            raise PageCorrupt(page_id=page_id, reason="identity")
+        try:
+            if page_id in self._doomed:
+                raise PageMissing(page_id=page_id)
+            payload = self._swap.read(op.expected, op.layout, drop_cache=self._drop_page_cache)
+        except PageMissing:
+            self._counts["missing"] += 1
+            self._forget_page(page_id)
+            raise
+        except PageCorrupt:
+            self._counts["corrupt"] += 1
+            self._forget_page(page_id)
+            moved = self._swap.quarantine(page_id)
+            self._usage.recount()
+            if moved is not None:
+                self._facts.append(f"page {page_id} put aside as {moved.name}")
+            raise
+        self._counts["pages_read"] += 1
+        return payload
+
+    def _append(self, op: AppendRecordOp) -> SwapResult:
+        ref = (op.record.namespace, op.record.agent)
+        old = self._logs.image(ref)
+        before = 0 if old is None else old.log_bytes
+        try:
+            image = self._unless_vanished(lambda: self._logs.append(op.record, self._pages, self._admit))
+        except OSError:
+            self._usage.recount()  # a failed append may have left bytes behind
+            raise
+        self._usage.log_bytes += image.log_bytes - before
+        return self._log_changed(op, ref, image, "records")
+
+    def _compact(self, op: CompactLogOp) -> SwapResult:
+        ref = (op.namespace, op.agent)
+        try:
+            image = self._logs.compact(ref, op.keep_branches, self._admit)
+        finally:
+            self._usage.recount()
+        return self._log_changed(op, ref, image, "compacted")
+
+    def _log_changed(
+        self, op: AppendRecordOp | CompactLogOp, ref: tuple[str, str], image: AgentImage, count: str
+    ) -> SwapResult:
+        self._counts[count] += 1
+        self._catalog.put_agent(self._logs.row(ref, time.time()))
+        return SwapResult(op, None, 0.0, image=image)
+
+    def _delete_page(self, page_id: str) -> None:
+        references = self._logs.references(page_id)
+        if references:
+            raise PageReferenced(page_id=page_id, references=references)
+        self._logs.settle()
+        self._forget_page(PageId(page_id))
+        self._doomed[page_id] = None
+        self._counts["deleted"] += 1
+        if len(self._doomed) >= _DOOMED_PAGES:
+            self.idle()
+
+    # ---- internals --------------------------------------------------------------------------------------------------
+
+    def _forget_page(self, page_id: PageId) -> None:
+        self._pages.pop(page_id, None)
+        self._file_bytes.pop(page_id, None)
+        self._catalog.drop_pages([page_id])
+
+    def _admit(self, wanted_bytes: int) -> None:
+        self._usage.admit(wanted_bytes, self._delete_orphans)
+
+    def _delete_orphans(self) -> None:
+        """Remove page files that are neither durable pages nor waiting to be: left by writes that failed late."""
+        self.idle()
+        for page_id in self._swap.scan().pages:
+            if page_id not in self._pages and not self._logs.references(page_id):
+                self._swap.delete(page_id)
+                self._facts.append(f"orphan {page_id} deleted")
+
+    def _known(self) -> tuple[dict[PageId, tuple[PageHeader, int]], list[AgentRow]]:
+        pages = {page_id: (header, self._file_bytes[page_id]) for page_id, header in self._pages.items()}
+        return pages, self._logs.rows(time.time())
+
+    def _unless_vanished(self, action: Callable[[], T]) -> T:
+        """Do it; when the folder turns out to be gone, make it again, forget what was in it and do it once more."""
+        try:
+            return action()
+        except (FileNotFoundError, NotADirectoryError):
+            self._restore_folder()
+        except LogVanished:
+            if self._fs.stat(self._folder.agents_folder(self._fingerprint)) is None:
+                self._restore_folder()
+            self._usage.recount()
+            raise
+        return action()
+
+    def _restore_folder(self) -> None:
+        self._swap.forget_folders()
+        self._folder.restore()
+        self._folder.make_model_folders(self._fingerprint)
+        present = self._swap.scan().pages
+        lost_pages = [page_id for page_id in self._pages if page_id not in present]
+        for page_id in lost_pages:
+            self._pages.pop(page_id, None)
+            self._file_bytes.pop(page_id, None)
+        lost_logs = self._logs.forget_lost()
+        self._facts.append(
+            f"data folder vanished and was made again: lost {len(lost_pages)} pages, {len(lost_logs)} logs"
+        )
+        self._catalog.renew()
+        self._usage.recount()
+
+
+def _doing(op: SwapOp) -> str:
+    """What an operation does, for messages."""
+    match op:
+        case WritePageOp():
+            return f"Writing page {op.header.page_id}"
+        case ReadPageOp():
+            return f"Reading page {op.expected.page_id}"
+        case AppendRecordOp():
+            return f"Committing record {op.record.seq} of agent {op.record.agent!r}"
+        case CompactLogOp() | DeleteLogOp() | ReadTailOp():
+            return f"{type(op).__name__.removesuffix('Op')} of agent {op.agent!r}"
+        case DeletePageOp():
+            return f"Deleting page {op.page_id}"
+        case FlushOp():
+            return "Flushing"
+
+
+__all__ = ["SwapStore"]

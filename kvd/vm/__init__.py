@@ -1,0 +1,60 @@
+"""Policy: which pages are in RAM, and what of an agent's text serves a prompt. No arrays, files, threads or clock.
+
+- `pager` takes events and returns instructions; it is the only module that others drive.
+- `events` are the words of that conversation, `views` the frozen pictures of the pager's state.
+- `address_space`, `page_table` and `page` hold what is mapped where and in which state; `mapping` changes it.
+- `budget` counts bytes, `eviction` ranks victims, `transfers` starts loads and writes, `integrity` counts again.
+- `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content.
+- `errors` says whose fault it was.
+
+May import kvd.ids, kvd.errors and kvd.quant.spec.
+"""
+
+from __future__ import annotations
+
+from kvd.vm.errors import (
+    BrokenText,
+    IllegalEvent,
+    IllegalTransition,
+    IntegrityError,
+    NoRoomForCopy,
+    NotResident,
+    SpaceInUse,
+)
+from kvd.vm.eviction import EvictionPolicy, LruPolicy
+from kvd.vm.keys import KeyChain, page_key
+from kvd.vm.page import PageState
+from kvd.vm.pager import Pager
+from kvd.vm.prefix import Divergence, Match, MatchKind, StoredText, best_match, match
+from kvd.vm.text import Span, SpanKind, TypedText
+from kvd.vm.views import PageView, Residency, SegmentView, Statistics, TailView
+
+__all__ = [
+    "BrokenText",
+    "Divergence",
+    "EvictionPolicy",
+    "IllegalEvent",
+    "IllegalTransition",
+    "IntegrityError",
+    "KeyChain",
+    "LruPolicy",
+    "Match",
+    "MatchKind",
+    "NoRoomForCopy",
+    "NotResident",
+    "PageState",
+    "PageView",
+    "Pager",
+    "Residency",
+    "SegmentView",
+    "SpaceInUse",
+    "Span",
+    "SpanKind",
+    "Statistics",
+    "StoredText",
+    "TailView",
+    "TypedText",
+    "best_match",
+    "match",
+    "page_key",
+]

@@ -1,0 +1,285 @@
+"""What happened (events) and what to do (instructions): the whole conversation between pager and engine.
+
+Events are past facts, instructions imperatives; all are frozen. The pager never touches an array, a file, a thread or
+a clock: it takes an event and returns the instructions the engine must carry out **in order**. May import kvd.ids only.
+
+Theory of operation. An *address space* has, per cache group, one segment: sealed pages (256 tokens each, immutable,
+may be mapped by several spaces) and at most one private *tail* page that is filling. `Activate` pins a space and asks
+for everything absent; `Grow` asks for frames for tokens to come. Neither blocks: what cannot be had at once is queued
+inside the pager and continues when a `WriteDone` or `LoadDone` makes room. The engine runs a step when
+`pager.is_ready(space)`.
+
+Durability of a tail: after `Committed`, the tail's KV is in the agent's log up to `tail_durable_tokens`; an inactive
+space's fully durable tail may be dropped from RAM and is read back with `LoadTail`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvd.ids import FrameId, GroupId, PageId, PageKey, SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class PageRef:
+    """A sealed page as recovery and forks name it."""
+
+    page_id: PageId
+    key: PageKey
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentImage:
+    """One segment of a recovered space: its sealed pages in order and the tokens of its tail (0: no tail)."""
+
+    group: GroupId
+    pages: tuple[PageRef, ...]
+    tail_tokens: int
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceCreated:
+    """An empty space exists. `layout_bytes[g]` are the bytes of one page of group g in this space's format."""
+
+    space: SpaceId
+    page_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceRestored:
+    """A space known from its log: sealed pages are in swap (EVICTED), the tail in the log (STASHED)."""
+
+    space: SpaceId
+    page_bytes: tuple[int, ...]
+    segments: tuple[SegmentImage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """A request on this space starts: pin it and fault in what is absent."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class Deactivated:
+    """The request ended: unpin. Frames mapped for growth beyond the computed tokens are given back."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchHinted:
+    """Fault the space in without pinning; only free budget is used, nothing running is evicted for it."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthWanted:
+    """The next step appends `tokens` tokens: map frames for them in every group (the space must be active)."""
+
+    space: SpaceId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensAppended:
+    """A step wrote `tokens` tokens of KV. Pages that became full are now sealed; `keys[g]` are their keys in order."""
+
+    space: SpaceId
+    tokens: int
+    keys: tuple[tuple[PageKey, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCommitted:
+    """The space's log holds its tail up to the present token count."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """Cut the space to `tokens`. A cut inside a sealed page makes a private copy of its first tokens (CopyTokens)."""
+
+    space: SpaceId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """`child` maps the sealed pages of `parent` up to `tokens`; at most one partial page per segment is copied.
+
+    The parent must be active and ready (its last page may be copied).
+    """
+
+    parent: SpaceId
+    child: SpaceId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceClosed:
+    """The space is gone: unmap everything; pages nobody maps are forgotten."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The user pinned the space: its pages are loaded and not evicted."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class Unpinned:
+    """The user took the pin back."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionWanted:
+    """The user asked to evict the space (dirty pages are written first)."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """The page is durable in swap."""
+
+    page: PageId
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The page could not be written; it stays resident and dirty. Retried on the next `Tick`."""
+
+    page: PageId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDone:
+    """The page's (or tail's) bytes are in its frame."""
+
+    page: PageId
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The page's file is missing or corrupt. The page is lost; `pager.lost_at(space)` says from which token on."""
+
+    page: PageId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChanged:
+    """The budget is now `budget_bytes`; evict down to it."""
+
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: retry failed writes, keep write-behind going."""
+
+
+Event = (
+    SpaceCreated
+    | SpaceRestored
+    | Activated
+    | Deactivated
+    | PrefetchHinted
+    | GrowthWanted
+    | TokensAppended
+    | TurnCommitted
+    | RolledBack
+    | Forked
+    | SpaceClosed
+    | Pinned
+    | Unpinned
+    | EvictionWanted
+    | WriteDone
+    | WriteFailed
+    | LoadDone
+    | LoadFailed
+    | BudgetChanged
+    | Tick
+)
+
+# ---- instructions ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MapFrame:
+    """Make frame `frame` of `page_bytes` bytes exist for a new, empty tail page of `group`."""
+
+    page: PageId
+    frame: FrameId
+    group: GroupId
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPage:
+    """Make the frame exist, read the swap file into it, then send LoadDone or LoadFailed."""
+
+    page: PageId
+    frame: FrameId
+    group: GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTail:
+    """Make the frame exist and fill its first `tokens` tokens from the space's log; then LoadDone or LoadFailed."""
+
+    page: PageId
+    frame: FrameId
+    group: GroupId
+    space: SpaceId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WritePage:
+    """Copy the frame's bytes and queue them for swap; WriteDone or WriteFailed follows."""
+
+    page: PageId
+    frame: FrameId
+    group: GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTokens:
+    """Copy the first `tokens` tokens of one frame to another (both exist; the target is new: make it exist first)."""
+
+    source: FrameId
+    target_page: PageId
+    target: FrameId
+    group: GroupId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropFrame:
+    """The frame's content is not needed any more: free it."""
+
+    frame: FrameId
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPage:
+    """Nobody maps the page: delete its row and file (after the log record that let go of it is durable)."""
+
+    page: PageId
+
+
+Instruction = MapFrame | LoadPage | LoadTail | WritePage | CopyTokens | DropFrame | ForgetPage

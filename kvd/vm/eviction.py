@@ -1,0 +1,57 @@
+"""Which pages lose their frames first. A policy only ranks; the pager decides how many go and how.
+
+May import kvd.vm.page and kvd.vm.address_space only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from kvd.vm.address_space import AddressSpace
+from kvd.vm.page import Page, PageState
+
+
+class EvictionPolicy(Protocol):
+    """Ranks pages for eviction."""
+
+    def order(self, spaces: Iterable[AddressSpace]) -> Iterator[Page]:
+        """Yield pages that may lose their frame, first victim first, each once.
+
+        A yielded page is either droppable at once (`Page.droppable`) or dirty (SEALED_DIRTY, WRITING) and can be
+        dropped after its write. Pages an active or pinned space maps are never yielded. The caller may drop a page
+        before asking for the next.
+
+        Args:
+            spaces: all spaces.
+        """
+
+
+class LruPolicy:
+    """Least recently used space first; within it clean before dirty, and each from the tail end to the head.
+
+    A page that several spaces map counts as used when the latest of them was, so it is yielded with that space. The
+    tail end goes first because a head without its tail can still be continued by a fork, never the reverse.
+    """
+
+    def order(self, spaces: Iterable[AddressSpace]) -> Iterator[Page]:
+        """See `EvictionPolicy.order`."""
+        # Spaces that are wholly absent are skipped: there may be many, and this runs whenever room is short.
+        idle = (s for s in spaces if not s.use.held and s.use.absent_pages < s.mapped_pages)
+        for space in sorted(idle, key=lambda s: s.use.last_used):
+            dirty: list[Page] = []
+            for page in space.pages_tail_first():
+                if not self._belongs(page, space):
+                    continue
+                if page.droppable:
+                    yield page
+                elif page.state in (PageState.SEALED_DIRTY, PageState.WRITING):
+                    dirty.append(page)
+            yield from dirty
+
+    @staticmethod
+    def _belongs(page: Page, space: AddressSpace) -> bool:
+        if len(page.users) == 1:
+            return True
+        latest = max(page.users.values(), key=lambda use: use.last_used)
+        return latest is space.use and not page.held

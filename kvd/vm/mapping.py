@@ -1,0 +1,291 @@
+"""Which pages a space maps: restore, append and seal, fork, cut, unmap.
+
+Sealed pages are shared by mapping them once more; a cut inside a page copies its first tokens into a private tail.
+Every method checks before it changes anything. What runs when (demand, eviction) is the pager's.
+
+May import kvd.ids and the other modules of kvd.vm but pager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvd.ids import GroupId, PageId, SpaceId
+from kvd.vm import events as ev
+from kvd.vm.address_space import AddressSpace, Segment
+from kvd.vm.errors import IllegalEvent, NotResident
+from kvd.vm.page import IN_FLIGHT, READABLE, RESIDENT, Page, PageState
+from kvd.vm.page_table import PageTable
+from kvd.vm.transfers import Transfers
+
+
+class Mappings:
+    """Builds and changes the segments of spaces. Owned by the pager, which alone calls it.
+
+    Args:
+        table: the page table.
+        transfers: frees frames and takes sealed pages for writing.
+        emit: takes the instructions, in order.
+        new_page_id: gives ids that are unique for ever.
+        group_count: cache groups of the model.
+        page_tokens: tokens of one page.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        transfers: Transfers,
+        emit: Callable[[ev.Instruction], None],
+        *,
+        new_page_id: Callable[[], PageId],
+        group_count: int,
+        page_tokens: int,
+    ) -> None:
+        self._table = table
+        self._transfers = transfers
+        self._emit = emit
+        self._new_page_id = new_page_id
+        self._group_count = group_count
+        self._page_tokens = page_tokens
+
+    # ---- new spaces -------------------------------------------------------------------------------------------------
+
+    def create(self, space: SpaceId, page_bytes: tuple[int, ...]) -> AddressSpace:
+        """An empty space.
+
+        Raises:
+            IllegalEvent: `page_bytes` does not have one positive figure per group.
+        """
+        if len(page_bytes) != self._group_count or min(page_bytes) < 1:
+            raise IllegalEvent(f"space {space} with pages of {page_bytes} bytes cannot be created", space=int(space))
+        return AddressSpace(space, page_bytes, page_tokens=self._page_tokens)
+
+    def restore(self, event: ev.SpaceRestored) -> AddressSpace:
+        """A space of pages in swap and tails in the log; pages that are known already are shared.
+
+        Raises:
+            IllegalEvent: the segments do not agree with each other or with known pages; nothing has changed.
+        """
+        space = self.create(event.space, event.page_bytes)
+        images = {image.group: image for image in event.segments}
+        tokens = self._restored_tokens(event)
+        refs = [(ref, segment) for segment in space.segments for ref in images[segment.group].pages]
+        if len({ref.page_id for ref, _ in refs}) != len(refs):
+            raise IllegalEvent(f"space {event.space} cannot map a page twice")
+        for ref, segment in refs:
+            self._check_known(ref, segment)
+        for ref, segment in refs:
+            page = self._table.find(ref.page_id)
+            if page is None:
+                page = self._table.create(
+                    ref.page_id, segment.group, segment.page_bytes, PageState.EVICTED, key=ref.key
+                )
+                page.tokens = self._page_tokens
+            self._table.map(page, space.use)
+            segment.sealed.append(page)
+        space.tokens = tokens
+        for segment in space.segments:
+            if space.tail_tokens:
+                tail = self._new_page(space, segment.group, PageState.STASHED)
+                tail.tokens = tail.durable_tokens = space.tail_tokens
+                segment.tail = tail
+        return space
+
+    def fork(self, parent: AddressSpace, child: SpaceId, tokens: int) -> AddressSpace:
+        """A space that maps the parent's pages up to `tokens`; a page that is cut is copied.
+
+        Raises:
+            IllegalEvent: the parent does not have `tokens` tokens.
+            NotResident: the page that is cut is not in RAM.
+            NoRoomForCopy: no frame for the copy; after each of these nothing has changed.
+        """
+        space = self.create(child, parent.page_bytes)
+        full, part = self._split(parent, tokens)
+        sources = self._sources(parent, full, part)
+        for page in self._transfers.plan_copy_room(self._bytes(sources), {page.page_id for page in sources}):
+            self._transfers.drop(page)
+        for segment, origin in zip(space.segments, parent.segments, strict=True):
+            segment.sealed.extend(origin.sealed[:full])
+            for page in segment.sealed:
+                self._table.map(page, space.use)
+        space.tokens = tokens
+        self._copy_tails(space, sources, part)
+        return space
+
+    # ---- tokens come and go -----------------------------------------------------------------------------------------
+
+    def add_growth(self, space: AddressSpace, segment: Segment) -> None:
+        """Map one more empty page; the caller has seen that it fits."""
+        page = self._new_page(space, segment.group, PageState.FILLING)
+        segment.growth.append(page)
+        assert page.frame is not None
+        self._emit(ev.MapFrame(page.page_id, page.frame, page.group, space.space))
+
+    def append(self, space: AddressSpace, event: ev.TokensAppended) -> None:
+        """Fill the tail and growth pages; pages that become full are sealed and queued for writing.
+
+        Raises:
+            IllegalEvent: frames or keys do not suffice; nothing has changed.
+        """
+        sealed_pages = (space.tail_tokens + event.tokens) // self._page_tokens
+        problem = None
+        if not space.use.active or event.tokens < 0:
+            problem = "it must be active"
+        elif any(len(segment.growth) < space.growth_pages(event.tokens) for segment in space.segments):
+            problem = "its growth frames do not suffice"
+        elif any(s.tail is not None and s.tail.state is not PageState.FILLING for s in space.segments):
+            problem = "its tail is not resident"
+        elif [len(keys) for keys in event.keys] != [sealed_pages] * self._group_count:
+            problem = f"each group needs {sealed_pages} keys for the pages it seals"
+        if problem is not None:
+            raise IllegalEvent(f"{event.tokens} tokens cannot be appended to space {event.space}: {problem}")
+        for segment, keys in zip(space.segments, event.keys, strict=True):
+            left = event.tokens
+            unused_keys = iter(keys)
+            while left:
+                page = segment.tail if segment.tail is not None else segment.growth.pop(0)
+                taken = min(left, self._page_tokens - page.tokens)
+                page.tokens += taken
+                left -= taken
+                segment.tail = page
+                if page.tokens == self._page_tokens:
+                    page.key = next(unused_keys)
+                    page.durable_tokens = 0
+                    self._table.move(page, PageState.SEALED_DIRTY)
+                    segment.sealed.append(page)
+                    segment.tail = None
+                    self._transfers.queue_write(page)
+        space.tokens += event.tokens
+        space.growth_tokens = max(0, space.growth_tokens - event.tokens)
+
+    def cut(self, space: AddressSpace, tokens: int) -> bool:
+        """Cut a space to `tokens`; growth pages go too. Cutting to the present length changes nothing.
+
+        Returns:
+            Whether anything changed.
+
+        Raises:
+            IllegalEvent: the space does not have `tokens` tokens.
+            NotResident: the sealed page that is cut is not in RAM.
+            NoRoomForCopy: no frame for the copy; after each of these nothing has changed.
+        """
+        full, part = self._split(space, tokens)
+        if tokens == space.tokens:
+            return False
+        if part and full == len(space.segments[0].sealed):
+            self.release_growth(space)
+            self._shorten_tails(space, tokens)
+            return True
+        sources = self._sources(space, full, part)
+        kept = full + (1 if part else 0)
+        leaving = [page for segment in space.segments for page in (*segment.sealed[kept:], segment.tail) if page]
+        growth = [page for segment in space.segments for page in segment.growth]
+        victims = self._transfers.plan_copy_room(
+            self._bytes(sources) - self._freed_bytes([*leaving, *growth]),
+            {page.page_id for page in (*leaving, *sources)},
+        )
+        self.release_growth(space)
+        for segment in space.segments:
+            del segment.sealed[full:]
+            segment.tail = None
+        space.tokens = tokens
+        # What leaves goes first, so that the copy can use its frames; the page that is cut goes after the copy.
+        self.unmap(space, leaving)
+        for page in victims:
+            self._transfers.drop(page)
+        self._copy_tails(space, sources, part)
+        self.unmap(space, sources)
+        return True
+
+    # ---- unmapping --------------------------------------------------------------------------------------------------
+
+    def unmap(self, space: AddressSpace, pages: Iterable[Page]) -> None:
+        """Take the space from the users of `pages`; pages that nobody maps are let go."""
+        for page in pages:
+            self._table.unmap(page, space.use)
+            if not page.users:
+                self._transfers.release(page)
+
+    def release_growth(self, space: AddressSpace) -> None:
+        """Give all growth pages back and want none."""
+        space.growth_tokens = 0
+        for segment in space.segments:
+            growth, segment.growth = segment.growth, []
+            self.unmap(space, growth)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _restored_tokens(self, event: ev.SpaceRestored) -> int:
+        groups = sorted(image.group for image in event.segments)
+        lengths = {len(image.pages) * self._page_tokens + image.tail_tokens for image in event.segments}
+        if groups != list(range(self._group_count)) or len(lengths) != 1:
+            raise IllegalEvent(f"space {event.space} must be restored with one length in every group")
+        if any(not 0 <= image.tail_tokens < self._page_tokens for image in event.segments):
+            raise IllegalEvent(f"space {event.space} cannot be restored with a tail longer than a page")
+        return lengths.pop()
+
+    def _check_known(self, ref: ev.PageRef, segment: Segment) -> None:
+        known = self._table.find(ref.page_id)
+        if known is None:
+            return
+        if (known.key, known.group, known.page_bytes) != (ref.key, segment.group, segment.page_bytes):
+            raise IllegalEvent(f"page {ref.page_id} is known with another key, group or length", page=str(ref.page_id))
+
+    def _new_page(self, space: AddressSpace, group: GroupId, state: PageState) -> Page:
+        page = self._table.create(self._new_page_id(), group, space.page_bytes[group], state)
+        self._table.map(page, space.use)
+        return page
+
+    def _split(self, space: AddressSpace, tokens: int) -> tuple[int, int]:
+        """Whole pages before position `tokens`, and tokens of the page it cuts (0 at a page border)."""
+        if not 0 <= tokens <= space.tokens:
+            raise IllegalEvent(f"space {space.space} has {space.tokens} tokens and cannot be cut at {tokens}")
+        return divmod(tokens, self._page_tokens)
+
+    def _sources(self, space: AddressSpace, full: int, part: int) -> list[Page]:
+        """Per group the page that is cut, sealed or tail; none at a page border."""
+        if not part:
+            return []
+        pages = [s.sealed[full] if full < len(s.sealed) else s.tail for s in space.segments]
+        sources = [page for page in pages if page is not None]
+        for page in sources:
+            if page.state not in READABLE:
+                raise NotResident(
+                    f"space {space.space} is cut inside page {page.page_id}, which is {page.state}; activate it first",
+                    space=int(space.space),
+                    page=str(page.page_id),
+                    state=str(page.state),
+                )
+        return sources
+
+    def _copy_tails(self, space: AddressSpace, sources: list[Page], tokens: int) -> None:
+        for source in sources:
+            tail = self._new_page(space, source.group, PageState.FILLING)
+            tail.tokens = tokens
+            space.segments[source.group].tail = tail
+            assert source.frame is not None
+            assert tail.frame is not None
+            self._emit(ev.CopyTokens(source.frame, tail.page_id, tail.frame, source.group, tokens))
+
+    def _shorten_tails(self, space: AddressSpace, tokens: int) -> None:
+        space.tokens = tokens
+        for segment in space.segments:
+            tail = segment.tail
+            assert tail is not None
+            # In RAM the tail may go on differently from what the log holds, so only the next commit makes it durable.
+            # A stashed tail can only be read back from the log, which holds these tokens as a prefix.
+            tail.durable_tokens = 0 if tail.state is PageState.FILLING else space.tail_tokens
+            tail.tokens = space.tail_tokens
+
+    @staticmethod
+    def _bytes(pages: Iterable[Page]) -> int:
+        return sum(page.page_bytes for page in pages)
+
+    @staticmethod
+    def _freed_bytes(pages: Iterable[Page]) -> int:
+        """Bytes that come free at once when one user lets go of `pages`."""
+        return sum(
+            page.page_bytes
+            for page in pages
+            if len(page.users) == 1 and page.state in RESIDENT and page.state not in IN_FLIGHT
+        )

@@ -1,0 +1,162 @@
+"""One page: its state, its frame and who maps it; the legal moves are a table.
+
+Theory of operation. A page starts as an empty private tail (FILLING). Sealed, it is written to swap once and may then
+lose and regain its frame any number of times. A tail loses its frame only when the agent's log holds all of it:
+
+    FILLING ─► SEALED_DIRTY ─► WRITING ─► CLEAN ─► EVICTED ─► LOADING ─► CLEAN
+       │ ▲          ▲             │                             │
+       │ │          └── failed ───┘                             └─ failed ─► LOST
+       ▼ │
+    STASHED ─► LOADING_TAIL ─► FILLING (or LOST)
+
+A page in flight (WRITING, LOADING, LOADING_TAIL) is never RELEASED: when its last user lets go it stays in the table,
+with its frame, until the transfer ends. So a frame number is never reused under a transfer that still names it.
+
+May import kvd.ids and kvd.vm.errors only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from kvd.ids import FrameId, GroupId, PageId, PageKey, SpaceId
+from kvd.vm.errors import IllegalTransition
+
+HISTORY_MOVES: Final = 12
+"""Moves a page remembers for its error messages; two full trips to swap and back."""
+
+
+class PageState(StrEnum):
+    """Where a page's bytes are."""
+
+    FILLING = "filling"
+    SEALED_DIRTY = "sealed_dirty"
+    WRITING = "writing"
+    CLEAN = "clean"
+    EVICTED = "evicted"
+    LOADING = "loading"
+    STASHED = "stashed"
+    LOADING_TAIL = "loading_tail"
+    LOST = "lost"
+    RELEASED = "released"
+
+
+_S = PageState
+
+TRANSITIONS: Final[dict[PageState, frozenset[PageState]]] = {
+    _S.FILLING: frozenset({_S.SEALED_DIRTY, _S.STASHED, _S.RELEASED}),
+    _S.SEALED_DIRTY: frozenset({_S.WRITING, _S.RELEASED}),
+    _S.WRITING: frozenset({_S.CLEAN, _S.SEALED_DIRTY}),
+    _S.CLEAN: frozenset({_S.EVICTED, _S.RELEASED}),
+    _S.EVICTED: frozenset({_S.LOADING, _S.RELEASED}),
+    _S.LOADING: frozenset({_S.CLEAN, _S.LOST}),
+    _S.STASHED: frozenset({_S.LOADING_TAIL, _S.RELEASED}),
+    _S.LOADING_TAIL: frozenset({_S.FILLING, _S.LOST}),
+    _S.LOST: frozenset({_S.RELEASED}),
+    _S.RELEASED: frozenset(),
+}
+
+FIRST_STATES: Final = frozenset({_S.FILLING, _S.EVICTED, _S.STASHED})
+"""States a page may be born in: a new tail, a page known from swap, a tail known from the log."""
+
+RESIDENT: Final = frozenset({_S.FILLING, _S.SEALED_DIRTY, _S.WRITING, _S.CLEAN, _S.LOADING, _S.LOADING_TAIL})
+"""States that own a frame."""
+
+READABLE: Final = frozenset({_S.FILLING, _S.SEALED_DIRTY, _S.WRITING, _S.CLEAN})
+"""States whose frame holds the page's bytes, so that a step may read it."""
+
+IN_FLIGHT: Final = frozenset({_S.WRITING, _S.LOADING, _S.LOADING_TAIL})
+"""States with a copy of the page under way: bytes handed to the swap thread, or a read buffer."""
+
+
+@dataclass(slots=True, eq=False)
+class SpaceUse:
+    """How a space is being used, as its pages see it. Owned and mutated by the pager (counters by the page table).
+
+    Attributes:
+        space: whose use this is.
+        last_used: the pager's own tick at the last use; larger is later.
+        active: a request runs on the space.
+        pinned: the user pinned the space.
+        evict_wanted: the user asked to evict it and nothing has used it since.
+        absent_pages: mapped pages that a step could not read now.
+    """
+
+    space: SpaceId
+    last_used: int = 0
+    active: bool = False
+    pinned: bool = False
+    evict_wanted: bool = False
+    absent_pages: int = 0
+
+    @property
+    def held(self) -> bool:
+        """True when pages of the space must not be evicted."""
+        return self.active or self.pinned
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """One page of one cache group. Owned by the page table; `PageTable.move` alone changes state and frame.
+
+    Attributes:
+        page_id: unique for ever.
+        group: cache group.
+        page_bytes: bytes of a frame that holds it.
+        state: where its bytes are.
+        tokens: tokens it holds; less than a page only for tails and growth pages.
+        durable_tokens: for tails, tokens the agent's log is known to hold.
+        key: look-up key, None while filling.
+        frame: its frame, None when not resident.
+        users: who maps it, by space; a tail has exactly one.
+        write_failed: the last write failed; not retried before the next Tick.
+        history: recent (pager tick, state) pairs, oldest first.
+    """
+
+    page_id: PageId
+    group: GroupId
+    page_bytes: int
+    state: PageState
+    tokens: int = 0
+    durable_tokens: int = 0
+    key: PageKey | None = None
+    frame: FrameId | None = None
+    users: dict[SpaceId, SpaceUse] = field(default_factory=dict)
+    write_failed: bool = False
+    history: deque[tuple[int, PageState]] = field(default_factory=lambda: deque(maxlen=HISTORY_MOVES))
+
+    @property
+    def held(self) -> bool:
+        """True when an active or pinned space maps it."""
+        return any(use.held for use in self.users.values())
+
+    @property
+    def droppable(self) -> bool:
+        """True when its frame can be dropped at once without losing a token: CLEAN, or a tail durable to its end."""
+        if self.state is PageState.FILLING:
+            return 0 < self.tokens == self.durable_tokens
+        return self.state is PageState.CLEAN
+
+    @property
+    def stored_state(self) -> PageState:
+        """The state it takes when its frame is dropped: EVICTED, or STASHED for a tail."""
+        return PageState.STASHED if self.state is PageState.FILLING else PageState.EVICTED
+
+    def check_move(self, state: PageState) -> None:
+        """Refuse a move that the table does not have.
+
+        Raises:
+            IllegalTransition: with the page's recent history; the page is unchanged.
+        """
+        if state not in TRANSITIONS[self.state]:
+            trail = " -> ".join(f"{past}@{tick}" for tick, past in self.history)
+            raise IllegalTransition(
+                f"page {self.page_id} cannot go from {self.state} to {state}; history: {trail}",
+                page=str(self.page_id),
+                state=str(self.state),
+                wanted=str(state),
+                history=[[tick, str(past)] for tick, past in self.history],
+            )

@@ -1,0 +1,130 @@
+"""The page table: every page the pager knows, its frame, its users, and the byte accounts that follow from them.
+
+A page's state decides whether it owns a frame, whether a copy of it is in flight and whether a step can read it. So
+`move` is the one place where frames are handed out and bytes are booked, and they cannot drift from the states.
+
+May import kvd.ids, kvd.vm.page, kvd.vm.budget and kvd.vm.errors.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from kvd.ids import FrameId, GroupId, PageId, PageKey
+from kvd.vm.budget import Budget
+from kvd.vm.errors import IllegalEvent
+from kvd.vm.page import FIRST_STATES, IN_FLIGHT, READABLE, RESIDENT, Page, PageState, SpaceUse
+
+
+class PageTable:
+    """All pages and frames. Owned by the pager; `create`, `move`, `map` and `unmap` mutate it.
+
+    Args:
+        budget: the accounts it books into.
+
+    Attributes:
+        budget: as given.
+        tick: stamp for page histories, set by the pager at each event.
+        issued_frames: frame numbers ever handed out; they are 0 to `issued_frames - 1`.
+        free_frames: a heap of those that are free now; the lowest is reused first, so numbers stay dense.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.tick = 0
+        self.issued_frames = 0
+        self.free_frames: list[FrameId] = []
+        self._pages: dict[PageId, Page] = {}
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._pages.values())
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def find(self, page_id: PageId) -> Page | None:
+        """The page of that id, or None."""
+        return self._pages.get(page_id)
+
+    def in_flight(self, page_id: PageId, *states: PageState) -> Page:
+        """The page of that id, which must be in one of `states`.
+
+        Raises:
+            IllegalEvent: the page is unknown or in another state.
+        """
+        page = self._pages.get(page_id)
+        if page is None or page.state not in states:
+            found = "unknown" if page is None else str(page.state)
+            wanted = ", ".join(states)
+            raise IllegalEvent(f"page {page_id} is {found}, not {wanted}", page=str(page_id), state=found)
+        return page
+
+    def create(
+        self, page_id: PageId, group: GroupId, page_bytes: int, state: PageState, *, key: PageKey | None = None
+    ) -> Page:
+        """Enter a page in one of `FIRST_STATES`; a FILLING one gets a frame.
+
+        Raises:
+            IllegalEvent: the id exists already, or a page cannot begin in `state`.
+        """
+        if page_id in self._pages or state not in FIRST_STATES:
+            raise IllegalEvent(f"page {page_id} cannot be created as {state}", page=str(page_id), state=str(state))
+        page = Page(page_id, group, page_bytes, state, key=key)
+        self._pages[page_id] = page
+        page.history.append((self.tick, state))
+        if state in RESIDENT:
+            page.frame = self._take_frame()
+            self.budget.book(resident_bytes=page_bytes)
+        return page
+
+    def move(self, page: Page, state: PageState) -> FrameId | None:
+        """Change a page's state; frame, accounts and its users' counters follow.
+
+        Returns:
+            The frame it gave back, None when it kept or got one.
+
+        Raises:
+            IllegalTransition: the table has no such move; nothing has changed.
+        """
+        page.check_move(state)
+        before, page.state = page.state, state
+        page.history.append((self.tick, state))
+        resident = (state in RESIDENT) - (before in RESIDENT)
+        in_flight = (state in IN_FLIGHT) - (before in IN_FLIGHT)
+        readable = (state in READABLE) - (before in READABLE)
+        self.budget.book(resident_bytes=resident * page.page_bytes, in_flight_bytes=in_flight * page.page_bytes)
+        for use in page.users.values():
+            use.absent_pages -= readable
+        freed: FrameId | None = None
+        if resident > 0:
+            page.frame = self._take_frame()
+        elif resident < 0:
+            freed, page.frame = page.frame, None
+            if freed is not None:
+                heapq.heappush(self.free_frames, freed)
+        if state is PageState.RELEASED:
+            del self._pages[page.page_id]
+        return freed
+
+    def map(self, page: Page, use: SpaceUse) -> None:
+        """Add a user.
+
+        Raises:
+            IllegalEvent: the space maps the page already; nothing has changed.
+        """
+        if use.space in page.users:
+            raise IllegalEvent(f"space {use.space} maps page {page.page_id} already", page=str(page.page_id))
+        page.users[use.space] = use
+        use.absent_pages += page.state not in READABLE
+
+    def unmap(self, page: Page, use: SpaceUse) -> None:
+        """Take a user away; what becomes of a page without users is the pager's decision."""
+        del page.users[use.space]
+        use.absent_pages -= page.state not in READABLE
+
+    def _take_frame(self) -> FrameId:
+        if self.free_frames:
+            return heapq.heappop(self.free_frames)
+        self.issued_frames += 1
+        return FrameId(self.issued_frames - 1)

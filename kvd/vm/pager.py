@@ -1,0 +1,362 @@
+"""The pager: takes what happened, answers what to do. Sole owner of page table, spaces and budget.
+
+Theory of operation. Each event is checked, booked, and followed by `_pump`, which carries queued work on as far as the
+budget allows: first the demand (spaces that are active or pinned, first come first served: pages head to tail, then
+growth frames), then writes, then prefetches from what is left over. The head of the demand queue is never overtaken,
+so a large space cannot be starved by small ones; while every active and pinned space together fit `usable_bytes`,
+everything else can be evicted and each transfer that ends moves the queue on.
+
+May import kvd.ids, kvd.quant.spec and the other modules of kvd.vm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+from kvd.ids import FrameId, GroupId, PageId, SpaceId
+from kvd.quant.spec import PAGE_TOKENS
+from kvd.vm import events as ev
+from kvd.vm.address_space import AddressSpace
+from kvd.vm.budget import Budget
+from kvd.vm.errors import IllegalEvent, NotResident, SpaceInUse
+from kvd.vm.eviction import EvictionPolicy, LruPolicy
+from kvd.vm.integrity import check
+from kvd.vm.mapping import Mappings
+from kvd.vm.page import PageState
+from kvd.vm.page_table import PageTable
+from kvd.vm.transfers import Transfers
+from kvd.vm.views import (
+    Residency,
+    SegmentView,
+    Statistics,
+    view_residency,
+    view_segments,
+    view_statistics,
+)
+
+
+class Pager:
+    """Decides which pages are in RAM. Owned by the engine thread; `handle` is the only method that changes anything.
+
+    Args:
+        budget_bytes: everything pages and their copies in flight may take.
+        group_count: cache groups of the model, at least 1.
+        new_page_id: gives ids that are unique for ever.
+        max_writes_in_flight: bound on WritePage without an answer.
+        max_loads_in_flight: bound on LoadPage and LoadTail without an answer.
+        page_tokens: tokens of one page.
+        policy: ranks victims; least recently used by default.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        group_count: int,
+        new_page_id: Callable[[], PageId],
+        max_writes_in_flight: int = 2,
+        max_loads_in_flight: int = 4,
+        page_tokens: int = PAGE_TOKENS,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        if min(group_count, page_tokens, max_writes_in_flight, max_loads_in_flight) < 1 or budget_bytes < 0:
+            raise ValueError("group_count, page_tokens and transfer bounds must be at least 1, the budget at least 0")
+        self._budget = Budget(budget_bytes, max_transfers=max_writes_in_flight + max_loads_in_flight)
+        self._table = PageTable(self._budget)
+        self._spaces: dict[SpaceId, AddressSpace] = {}
+        self._out: list[ev.Instruction] = []
+        self._transfers = Transfers(
+            self._table,
+            self._spaces,
+            policy if policy is not None else LruPolicy(),
+            self._out.append,
+            max_writes_in_flight=max_writes_in_flight,
+            max_loads_in_flight=max_loads_in_flight,
+        )
+        self._mappings = Mappings(
+            self._table,
+            self._transfers,
+            self._out.append,
+            new_page_id=new_page_id,
+            group_count=group_count,
+            page_tokens=page_tokens,
+        )
+        # Ordered sets of spaces with work queued: what is demanded, and what was only hinted at.
+        self._demand: dict[SpaceId, None] = {}
+        self._hints: dict[SpaceId, None] = {}
+
+    # ---- queries ----------------------------------------------------------------------------------------------------
+
+    @property
+    def usable_bytes(self) -> int:
+        """The most that active and pinned spaces may need together: the budget less the reserves for copies."""
+        return self._budget.usable_bytes
+
+    def fits(self, wanted_bytes: int) -> bool:
+        """True when a demand of `wanted_bytes` can be met once everything else is evicted."""
+        return wanted_bytes <= self._budget.usable_bytes
+
+    def working_set_bytes(self, space: SpaceId, extra_tokens: int = 0) -> int:
+        """Bytes of all frames the space needs to run with `extra_tokens` more tokens (shared pages in full)."""
+        return self._space(space).working_set_bytes(extra_tokens)
+
+    def is_ready(self, space: SpaceId) -> bool:
+        """True when the space is active, all it maps is readable and the growth frames it wants are mapped."""
+        found = self._space(space)
+        return found.use.active and found.use.absent_pages == 0 and found.growth_mapped
+
+    def block_table(self, space: SpaceId, group: GroupId) -> tuple[FrameId, ...]:
+        """Frames of one segment in order of position: sealed pages, the tail, then frames for growth.
+
+        Raises:
+            NotResident: a page of the space cannot be read now.
+        """
+        found = self._space(space)
+        if found.use.absent_pages:
+            raise NotResident(f"space {space} lacks {found.use.absent_pages} pages", space=int(space))
+        segment = found.segments[group]
+        return tuple(page.frame for page in (*segment.mapped(), *segment.growth) if page.frame is not None)
+
+    def tokens(self, space: SpaceId) -> int:
+        """Tokens of the space that have KV."""
+        return self._space(space).tokens
+
+    def lost_at(self, space: SpaceId) -> int | None:
+        """First token position that is gone because its page could not be loaded; None when nothing is."""
+        return self._space(space).lost_at()
+
+    def segments(self, space: SpaceId) -> tuple[SegmentView, ...]:
+        """Page ids, keys, states and tails, in order of group."""
+        return view_segments(self._space(space))
+
+    def residency(self, space: SpaceId) -> Residency:
+        """How much of the space is where."""
+        return view_residency(self._space(space))
+
+    def statistics(self) -> Statistics:
+        """The whole pager in figures."""
+        return view_statistics(
+            self._table,
+            self._spaces.values(),
+            waiting_spaces=len(self._demand),
+            counters=self._transfers.counters,
+        )
+
+    def check_integrity(self) -> None:
+        """Count frames, bytes and references again.
+
+        Raises:
+            IntegrityError: they do not agree with the books; `data["problems"]` has the facts.
+        """
+        check(self._table, self._spaces.values(), self._transfers.check_queues())
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event) -> tuple[ev.Instruction, ...]:
+        """Take one event; the instructions returned must be carried out in order.
+
+        Raises:
+            IllegalEvent: it cannot have happened in this state.
+            NotResident: a cut inside a page that is not in RAM.
+            NoRoomForCopy: a cut inside a page found no frame; retry when other work has ended.
+            SpaceInUse: eviction of an active or pinned space was asked for.
+            After each of these nothing has changed.
+        """
+        self._table.tick += 1
+        self._out.clear()
+        self._dispatch(event)
+        self._pump()
+        self._budget.settle()
+        return tuple(self._out)
+
+    def _dispatch(self, event: ev.Event) -> None:
+        match event:
+            case ev.SpaceCreated():
+                self._check_new(event.space)
+                self._enter(self._mappings.create(event.space, event.page_bytes))
+            case ev.SpaceRestored():
+                self._check_new(event.space)
+                self._enter(self._mappings.restore(event))
+            case ev.Activated():
+                self._activated(event.space)
+            case ev.Deactivated():
+                self._deactivated(event.space)
+            case ev.PrefetchHinted():
+                self._prefetch_hinted(event.space)
+            case ev.GrowthWanted():
+                self._growth_wanted(event)
+            case ev.TokensAppended():
+                self._mappings.append(self._space(event.space), event)
+                self._use(self._space(event.space))
+            case ev.TurnCommitted():
+                self._turn_committed(event.space)
+            case ev.RolledBack():
+                self._rolled_back(self._space(event.space), event.tokens)
+            case ev.Forked():
+                self._check_new(event.child)
+                self._enter(self._mappings.fork(self._space(event.parent), event.child, event.tokens))
+            case ev.SpaceClosed():
+                self._closed(event.space)
+            case ev.Pinned():
+                self._pinned(event.space)
+            case ev.Unpinned():
+                self._unpinned(event.space)
+            case ev.EvictionWanted():
+                self._eviction_wanted(event.space)
+            case ev.WriteDone():
+                self._transfers.write_done(event.page)
+            case ev.WriteFailed():
+                self._transfers.write_failed(event.page)
+            case ev.LoadDone():
+                self._transfers.load_done(event.page)
+            case ev.LoadFailed():
+                self._transfers.load_failed(event.page)
+            case ev.BudgetChanged():
+                self._budget.set_budget(event.budget_bytes)
+            case ev.Tick():
+                self._transfers.retry_failed()
+            case _:
+                assert_never(event)
+
+    # ---- use --------------------------------------------------------------------------------------------------------
+
+    def _closed(self, space: SpaceId) -> None:
+        found = self._space(space)
+        self._demand.pop(space, None)
+        self._hints.pop(space, None)
+        self._mappings.release_growth(found)
+        self._mappings.unmap(found, list(found.pages_tail_first()))
+        del self._spaces[space]
+        self._budget.set_formats(each.page_bytes for each in self._spaces.values())
+
+    def _activated(self, space: SpaceId) -> None:
+        found = self._space(space)
+        found.use.active = True
+        self._use(found)
+        self._want(found)
+
+    def _deactivated(self, space: SpaceId) -> None:
+        found = self._space(space)
+        found.use.active = False
+        self._use(found)
+        self._mappings.release_growth(found)
+        if not found.use.pinned:
+            self._demand.pop(space, None)
+
+    def _pinned(self, space: SpaceId) -> None:
+        found = self._space(space)
+        found.use.pinned = True
+        found.use.evict_wanted = False
+        self._want(found)
+
+    def _unpinned(self, space: SpaceId) -> None:
+        found = self._space(space)
+        found.use.pinned = False
+        if not found.use.active:
+            self._demand.pop(space, None)
+
+    def _prefetch_hinted(self, space: SpaceId) -> None:
+        found = self._space(space)
+        self._use(found)
+        if not found.use.held:
+            self._hints[space] = None
+
+    def _eviction_wanted(self, space: SpaceId) -> None:
+        found = self._space(space)
+        if found.use.held:
+            raise SpaceInUse(f"space {space} is active or pinned; end its request or unpin it", space=int(space))
+        found.use.evict_wanted = True
+        self._hints.pop(space, None)
+        for page in found.pages_tail_first():
+            self._transfers.drop_if_wanted(page)
+            if page.state is PageState.SEALED_DIRTY:
+                self._transfers.hurry(page)
+
+    def _growth_wanted(self, event: ev.GrowthWanted) -> None:
+        space = self._space(event.space)
+        if not space.use.active or event.tokens < 0:
+            raise IllegalEvent(f"space {event.space} must be active to grow by {event.tokens} tokens")
+        space.growth_tokens = event.tokens
+        self._use(space)
+        self._want(space)
+
+    def _turn_committed(self, space: SpaceId) -> None:
+        for segment in self._space(space).segments:
+            if segment.tail is not None:
+                segment.tail.durable_tokens = segment.tail.tokens
+                self._transfers.drop_if_wanted(segment.tail)
+
+    def _rolled_back(self, space: AddressSpace, tokens: int) -> None:
+        if self._mappings.cut(space, tokens) and space.use.held:
+            self._want(space)  # A lost page had ended its demand; without it the rest can be loaded.
+
+    # ---- work that goes on over several events ----------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while self._demand:
+            space = self._spaces[next(iter(self._demand))]
+            if not self._serve(space):
+                break
+            del self._demand[space.space]
+        if not self._demand:
+            self._transfers.make_room(0)
+        self._transfers.start_writes()
+        if not self._demand:
+            self._prefetch()
+
+    def _serve(self, space: AddressSpace) -> bool:
+        """Load what the space lacks and map its growth, as far as possible; True when all of it is under way."""
+        absent = list(space.loadable())
+        growth = space.growth_missing()
+        want_bytes = sum(page.page_bytes for page in absent)
+        want_bytes += sum(count * page_bytes for count, page_bytes in zip(growth, space.page_bytes, strict=True))
+        self._transfers.make_room(want_bytes)
+        for page in absent:
+            if not (self._transfers.can_start_load and self._budget.can_load(page.page_bytes)):
+                return False
+            self._transfers.load(page)
+            self._transfers.counters.faults += 1
+        for segment, count in zip(space.segments, growth, strict=True):
+            for _ in range(count):
+                if not self._budget.can_map(segment.page_bytes):
+                    return False
+                self._mappings.add_growth(space, segment)
+        return True
+
+    def _prefetch(self) -> None:
+        while self._hints:
+            space = self._spaces[next(iter(self._hints))]
+            for page in space.loadable():
+                if not self._transfers.can_start_load:
+                    return
+                if not self._budget.can_load(page.page_bytes):
+                    break  # A hint is worth free budget only; what does not fit now is not waited for.
+                self._transfers.load(page)
+                self._transfers.counters.prefetches += 1
+            del self._hints[space.space]
+
+    def _want(self, space: AddressSpace) -> None:
+        self._hints.pop(space.space, None)
+        self._demand.setdefault(space.space)
+
+    # ---- shared steps -----------------------------------------------------------------------------------------------
+
+    def _space(self, space: SpaceId) -> AddressSpace:
+        found = self._spaces.get(space)
+        if found is None:
+            raise IllegalEvent(f"space {space} is unknown", space=int(space))
+        return found
+
+    def _check_new(self, space: SpaceId) -> None:
+        if space in self._spaces:
+            raise IllegalEvent(f"space {space} exists already", space=int(space))
+
+    def _enter(self, space: AddressSpace) -> None:
+        self._spaces[space.space] = space
+        self._use(space)
+        self._budget.set_formats(each.page_bytes for each in self._spaces.values())
+
+    def _use(self, space: AddressSpace) -> None:
+        space.use.last_used = self._table.tick
+        space.use.evict_wanted = False

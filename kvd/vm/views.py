@@ -1,0 +1,247 @@
+"""What can be seen of the pager: frozen pictures for logs, `residency`, `statistics` and the engine's records.
+
+May import kvd.ids, kvd.vm.events and kvd.vm.page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvd.ids import FrameId, GroupId, PageId, SpaceId
+from kvd.vm.address_space import AddressSpace
+from kvd.vm.events import PageRef
+from kvd.vm.page import RESIDENT, Page, PageState
+from kvd.vm.page_table import PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """A sealed page as a space maps it.
+
+    Attributes:
+        ref: id and key.
+        state: where its bytes are.
+        frame: its frame, None when not resident.
+        shared_spaces: spaces that map it.
+    """
+
+    ref: PageRef
+    state: PageState
+    frame: FrameId | None
+    shared_spaces: int
+
+
+@dataclass(frozen=True, slots=True)
+class TailView:
+    """The private page that is filling.
+
+    Attributes:
+        page_id: its id; the sealed page will carry it too.
+        state: where its bytes are.
+        frame: its frame, None when not resident.
+        tokens: tokens it holds.
+        durable_tokens: of these, tokens known to be in the agent's log.
+    """
+
+    page_id: PageId
+    state: PageState
+    frame: FrameId | None
+    tokens: int
+    durable_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentView:
+    """One segment: sealed pages in order, the tail (None at a page border), frames mapped for growth."""
+
+    group: GroupId
+    pages: tuple[PageView, ...]
+    tail: TailView | None
+    growth_frames: tuple[FrameId, ...]
+
+    @property
+    def refs(self) -> tuple[PageRef, ...]:
+        """The sealed pages as records and forks name them."""
+        return tuple(page.ref for page in self.pages)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens of the tail; 0: no tail."""
+        return self.tail.tokens if self.tail is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """How much of a space is where. Pages are counted over all groups, bytes as frames hold them.
+
+    Attributes:
+        space: whose residency.
+        tokens: tokens that have KV.
+        active: a request runs on it.
+        pinned: the user pinned it.
+        last_used: the pager's tick at its last use; larger is later.
+        total_pages: pages that hold tokens, tails included.
+        resident_pages: of these, pages a step can read now.
+        loading_pages: of these, pages on their way in.
+        dirty_pages: sealed pages without a swap copy yet.
+        shared_pages: pages other spaces map too.
+        lost_pages: pages whose load failed.
+        resident_bytes: bytes of its frames, growth included.
+        total_bytes: bytes it would take when wholly resident, without growth.
+        lost_at: first token position that is lost, None when none is.
+    """
+
+    space: SpaceId
+    tokens: int
+    active: bool
+    pinned: bool
+    last_used: int
+    total_pages: int
+    resident_pages: int
+    loading_pages: int
+    dirty_pages: int
+    shared_pages: int
+    lost_pages: int
+    resident_bytes: int
+    total_bytes: int
+    lost_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """The pager in figures.
+
+    Attributes:
+        budget_bytes: what it may hold.
+        usable_bytes: what a demand may take; the rest is reserved for copies.
+        resident_bytes: bytes of all frames, those of loads under way included.
+        peak_resident_bytes: the most that has been.
+        in_flight_bytes: bytes copied for writes and buffers of loads under way.
+        dirty_bytes: resident bytes not durable anywhere yet: sealed pages before their write ends, and tails with
+            tokens the log does not hold.
+        pinned_bytes: resident bytes that active or pinned spaces hold; not evictable.
+        pages: pages by state, growth pages included; every state that a live page can have is a key.
+        spaces: address spaces.
+        active_spaces: of these, spaces a request runs on.
+        waiting_spaces: of these, spaces whose demand is not fully issued.
+        shared_pages: pages that two or more spaces map.
+        evictions: frames dropped to make room or on the user's wish, since start.
+        faults: pages and tails loaded because a space demanded them, since start.
+        prefetches: pages and tails loaded on a hint, since start.
+        writes: pages handed to swap, since start.
+        failed_writes: writes that failed, since start.
+        failed_loads: loads that failed, since start.
+    """
+
+    budget_bytes: int
+    usable_bytes: int
+    resident_bytes: int
+    peak_resident_bytes: int
+    in_flight_bytes: int
+    dirty_bytes: int
+    pinned_bytes: int
+    pages: Mapping[str, int]
+    spaces: int
+    active_spaces: int
+    waiting_spaces: int
+    shared_pages: int
+    evictions: int
+    faults: int
+    prefetches: int
+    writes: int
+    failed_writes: int
+    failed_loads: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals behind `Statistics`. Owned by the pager's transfers."""
+
+    evictions: int = 0
+    faults: int = 0
+    prefetches: int = 0
+    writes: int = 0
+    failed_writes: int = 0
+    failed_loads: int = 0
+
+
+def _is_dirty(page: Page) -> bool:
+    if page.state is PageState.FILLING:
+        return page.tokens > page.durable_tokens
+    return page.state in (PageState.SEALED_DIRTY, PageState.WRITING)
+
+
+def view_segments(space: AddressSpace) -> tuple[SegmentView, ...]:
+    """Picture of a space's segments, in order of group."""
+    views = []
+    for segment in space.segments:
+        pages = tuple(
+            PageView(PageRef(page.page_id, page.key), page.state, page.frame, len(page.users))
+            for page in segment.sealed
+            if page.key is not None
+        )
+        tail = segment.tail
+        tail_view = None
+        if tail is not None:
+            tail_view = TailView(tail.page_id, tail.state, tail.frame, tail.tokens, tail.durable_tokens)
+        growth = tuple(page.frame for page in segment.growth if page.frame is not None)
+        views.append(SegmentView(segment.group, pages, tail_view, growth))
+    return tuple(views)
+
+
+def view_residency(space: AddressSpace) -> Residency:
+    """Picture of where a space's pages are."""
+    mapped = list(space.mapped())
+    growth = [page for segment in space.segments for page in segment.growth]
+    return Residency(
+        space=space.space,
+        tokens=space.tokens,
+        active=space.use.active,
+        pinned=space.use.pinned,
+        last_used=space.use.last_used,
+        total_pages=len(mapped),
+        resident_pages=len(mapped) - space.use.absent_pages,
+        loading_pages=sum(page.state in (PageState.LOADING, PageState.LOADING_TAIL) for page in mapped),
+        dirty_pages=sum(page.state in (PageState.SEALED_DIRTY, PageState.WRITING) for page in mapped),
+        shared_pages=sum(len(page.users) > 1 for page in mapped),
+        lost_pages=sum(page.state is PageState.LOST for page in mapped),
+        resident_bytes=sum(page.page_bytes for page in (*mapped, *growth) if page.state in RESIDENT),
+        total_bytes=sum(page.page_bytes for page in mapped),
+        lost_at=space.lost_at(),
+    )
+
+
+def view_statistics(
+    table: PageTable, spaces: Iterable[AddressSpace], *, waiting_spaces: int, counters: Counters
+) -> Statistics:
+    """Picture of the whole pager; walks all pages."""
+    pages = {str(state): 0 for state in PageState if state is not PageState.RELEASED}
+    dirty_bytes = pinned_bytes = shared_pages = 0
+    for page in table:
+        pages[str(page.state)] += 1
+        shared_pages += len(page.users) > 1
+        dirty_bytes += page.page_bytes * _is_dirty(page)
+        pinned_bytes += page.page_bytes * (page.state in RESIDENT and page.held)
+    uses = [space.use for space in spaces]
+    budget = table.budget
+    return Statistics(
+        budget_bytes=budget.budget_bytes,
+        usable_bytes=budget.usable_bytes,
+        resident_bytes=budget.resident_bytes,
+        peak_resident_bytes=budget.peak_resident_bytes,
+        in_flight_bytes=budget.in_flight_bytes,
+        dirty_bytes=dirty_bytes,
+        pinned_bytes=pinned_bytes,
+        pages=pages,
+        spaces=len(uses),
+        active_spaces=sum(use.active for use in uses),
+        waiting_spaces=waiting_spaces,
+        shared_pages=shared_pages,
+        evictions=counters.evictions,
+        faults=counters.faults,
+        prefetches=counters.prefetches,
+        writes=counters.writes,
+        failed_writes=counters.failed_writes,
+        failed_loads=counters.failed_loads,
+    )

@@ -1,0 +1,1 @@
+"""Tests of kvd_client: the wire, both clients and the commands."""

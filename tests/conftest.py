@@ -1,0 +1,77 @@
+"""What every test gets: the fast BLAS, leak checks, a network guard, short temporary folders, the tiny model.
+
+The launcher runs first: whatever imports mlx later, in whichever order, finds the fast BLAS loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvd import launcher
+
+launcher.prepare()
+
+import pytest  # noqa: E402
+
+from tests.support.leaks import Inventory  # noqa: E402
+from tests.support.network import GUARDED_METHODS  # noqa: E402
+
+
+def pytest_report_header() -> list[str]:
+    """Say which BLAS the figures of this run come from."""
+    outcome = launcher.prepare()
+    return [outcome.describe(), *([f"warning: {outcome.warning}"] if outcome.warning else [])]
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test leaves no thread, child process or open descriptor behind (the marker `leaks` says why one may)."""
+    before = Inventory.take()
+    yield
+    if request.node.get_closest_marker("leaks") is None and (found := before.left_behind()):
+        pytest.fail(f"the test left behind: {found}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network() -> Iterator[None]:
+    """No test opens a connection to another machine; child processes are told to stay offline too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, guarded in GUARDED_METHODS.items():
+            patch.setattr(socket.socket, name, guarded)
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            patch.setenv(name, "1")
+        yield
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A private folder whose path is short enough for Unix sockets (macOS allows 103 bytes, its default is longer)."""
+    base = "/tmp" if os.access("/tmp", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir=base)).resolve()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def daemon_env(short_tmp: Path) -> dict[str, str]:
+    """Environment for a daemon under test: one BLAS thread, folders of its own, no settings of the user's."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
+    folders = {"KVD_DATA_DIR": str(short_tmp / "data"), "KVD_SOCKET": str(short_tmp / "run" / "kvd.sock")}
+    shared = {name: os.environ[name] for name in ("KVD_BLAS", "KVD_MODEL_DIR") if name in os.environ}
+    return kept | shared | folders | {"KVD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny seeded model with a real tokenizer; tests must not write into it."""
+    from tests.support.tiny_model import make_tiny_model
+
+    maker: Callable[[Path], object] = make_tiny_model
+    folder = tmp_path_factory.mktemp("tiny-model")
+    maker(folder)
+    return folder

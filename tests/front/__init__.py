@@ -1,0 +1,1 @@
+"""Tests of kvd.front over real Unix sockets."""

@@ -1,0 +1,161 @@
+"""Logs: one line a request, one format for everybody, nobody else may read them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import stat
+import warnings
+from pathlib import Path
+
+import pytest
+import structlog
+
+from kvd.ops import LEVELS, RequestLine, get_logger, request_line, setup_logging
+
+LINE = RequestLine(
+    method="generate",
+    outcome="ok",
+    total_s=0.123456789,
+    agent="coder",
+    prompt_tokens=4096,
+    cached_tokens=4095,
+    durable=True,
+)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """True."""
+        return True
+
+
+def records(text: str) -> list[dict[str, object]]:
+    """The JSON objects of a log."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_request_leaves_one_line_with_its_figures() -> None:
+    """P38: exactly one line at the default level, whatever the request logs inside; empty fields are absent."""
+    out = io.StringIO()
+    with setup_logging(stream=out):
+        logger = get_logger("kvd.front")
+        for page in range(300):
+            logger.debug("page read", page=page)
+        request_line(logger, LINE)
+    (record,) = records(out.getvalue())
+    assert record["event"] == "request"
+    assert record["level"] == "info"
+    assert record["logger"] == "kvd.front"
+    assert str(record["timestamp"]).endswith("Z")
+    assert record["cached_tokens"] == 4095
+    assert record["durable"] is True
+    assert record["total_s"] == 0.123457
+    assert not {"ttft_s", "match_reason"} & set(record)
+
+
+def test_a_failed_request_is_a_warning_and_a_cancelled_one_is_not() -> None:
+    """Somebody who greps for warnings finds failures only."""
+    out = io.StringIO()
+    with setup_logging(stream=out):
+        for outcome in ("budget_exceeded", "cancelled"):
+            request_line(get_logger("kvd"), RequestLine(method="generate", outcome=outcome, total_s=1.0))
+    assert [(record["level"], record["outcome"]) for record in records(out.getvalue())] == [
+        ("warning", "budget_exceeded"),
+        ("info", "cancelled"),
+    ]
+
+
+def test_a_terminal_gets_key_value_lines() -> None:
+    """People read `key=value`, programs JSON."""
+    out = Terminal()
+    with setup_logging(stream=out):
+        request_line(get_logger("kvd"), LINE)
+    (line,) = out.getvalue().splitlines()
+    assert "level=info event=request" in line
+    assert "agent=coder" in line
+    assert "durable=true" in line
+
+
+def test_libraries_and_warnings_come_through_the_same_pipe() -> None:
+    """A library's logger and `warnings.warn` give JSON lines of the same shape; chatter below `warning` is dropped."""
+    out = io.StringIO()
+    with setup_logging(stream=out):
+        logging.getLogger("some.library").warning("disk %s is slow", "sda")
+        logging.getLogger("huggingface_hub.file_download").info("chatter")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("old call", DeprecationWarning, stacklevel=1)
+    library, warned = records(out.getvalue())
+    assert (library["event"], library["logger"], library["level"]) == ("disk sda is slow", "some.library", "warning")
+    assert warned["logger"] == "py.warnings"
+    assert "DeprecationWarning: old call" in str(warned["event"])
+    assert "\n" not in str(warned["event"])
+
+
+def test_exceptions_stay_on_one_line() -> None:
+    """A traceback is a field of its line, in both formats."""
+    for out in (io.StringIO(), Terminal()):
+        with setup_logging(stream=out):
+            try:
+                raise ValueError("broken")
+            except ValueError:
+                get_logger("kvd").exception("step failed", path="a\udcffb")
+        (line,) = out.getvalue().splitlines()
+        assert "ValueError: broken" in line
+        assert "udcff" in line
+
+
+@pytest.mark.parametrize(("level", "expected"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
+def test_levels(level: str, expected: int) -> None:
+    """Each level drops what is below it, for us and for libraries."""
+    for name in (None, "library"):
+        out = io.StringIO()
+        with setup_logging(stream=out, level=level):
+            logger = get_logger("kvd") if name is None else logging.getLogger(name)
+            for each in LEVELS:
+                getattr(logger, each)("line")
+        assert len(records(out.getvalue())) == expected
+
+
+def test_an_unknown_level_lists_the_allowed_ones() -> None:
+    """And changes nothing."""
+    before = logging.getLogger().handlers[:]
+    with pytest.raises(ValueError, match="debug, info, warning, error"):
+        setup_logging(level="loud")
+    assert logging.getLogger().handlers == before
+
+
+def test_files_are_private_and_rotated(tmp_path: Path) -> None:
+    """P37: 0600 whatever the umask and whatever was there, also after rotation; the size of all files is bounded."""
+    path = tmp_path / "kvd.log"
+    path.touch(mode=0o666)
+    path.chmod(0o666)
+    umask = os.umask(0)
+    try:
+        with setup_logging(file=path, max_file_bytes=2_000, kept_files=2):
+            for number in range(100):
+                get_logger("kvd").info("line", number=number)
+    finally:
+        os.umask(umask)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["kvd.log", "kvd.log.1", "kvd.log.2"]
+    for file in files:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert file.stat().st_size <= 2_000
+    assert records(path.read_text())[-1]["number"] == 99
+
+
+def test_close_restores_what_was_before() -> None:
+    """Handlers, levels and structlog's own configuration; a second close does nothing."""
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level, logging.getLogger("urllib3").level)
+    setup = setup_logging(stream=io.StringIO(), level="debug")
+    setup.close()
+    setup.close()
+    assert (root.handlers, root.level, logging.getLogger("urllib3").level) == before
+    assert not structlog.is_configured()

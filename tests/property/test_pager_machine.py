@@ -1,0 +1,515 @@
+"""The pager against an oracle: any order of requests, transfers and faults keeps every token and every byte account.
+
+The machine carries out instructions on a model of RAM and disk whose pages are tuples of token values, answers transfers
+in random order, and after each step compares what a step would read with what was appended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvd.ids import FrameId, GroupId, PageId, PageKey, SpaceId
+from kvd.vm import events as ev
+from kvd.vm.errors import NoRoomForCopy, NotResident, SpaceInUse
+from kvd.vm.pager import Pager
+
+PAGE_TOKENS = 4
+MAX_SPACES = 6
+
+WEIGHTS = {
+    "turn": 10,
+    "append": 4,
+    "write_ends": 6,
+    "load_ends": 6,
+    "grow": 3,
+    "activate": 3,
+    "deactivate": 3,
+    "commit": 2,
+    "fork": 4,
+    "roll_back": 3,
+    "restore_sharing": 1,
+    "create": 2,
+    "prefetch": 2,
+    "evict": 2,
+    "pin": 1,
+    "unpin": 2,
+    "tick": 1,
+    "heal": 2,
+    "close": 1,
+    "change_budget": 1,
+    "demand_is_met": 1,
+}
+ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
+
+Token = tuple[int, int]
+"""(group, serial number): no two appended tokens are equal."""
+
+
+@dataclass
+class Model:
+    """What the test knows of one space: the truth the pager is held to."""
+
+    page_bytes: tuple[int, ...]
+    serials: list[int] = field(default_factory=list)
+    log: list[int] = field(default_factory=list)  # serials as of the last commit
+    active: bool = False
+    pinned: bool = False
+
+
+class Machine:
+    """RAM and disk as the engine would run them; every instruction is checked against what exists."""
+
+    def __init__(self, models: dict[SpaceId, Model]) -> None:
+        self.models = models
+        self.frames: dict[FrameId, list[Token]] = {}
+        self.swap: dict[PageId, tuple[Token, ...]] = {}
+        self.writes: dict[PageId, tuple[Token, ...]] = {}
+        self.loads: dict[PageId, tuple[FrameId, tuple[Token, ...] | None]] = {}
+        self.tails: dict[PageId, SpaceId] = {}
+
+    def carry_out(self, instructions: tuple[ev.Instruction, ...]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case ev.MapFrame(page=page, frame=frame):
+                    self._new_frame(frame)
+                case ev.LoadPage(page=page, frame=frame):
+                    self._new_frame(frame)
+                    assert page not in self.loads
+                    self.loads[page] = (frame, self.swap.get(page))
+                case ev.LoadTail(page=page, frame=frame, group=group, space=space, tokens=tokens):
+                    self._new_frame(frame)
+                    log = self.models[space].log
+                    start = len(self.models[space].serials) - tokens
+                    assert start % PAGE_TOKENS == 0
+                    content = tuple((int(group), serial) for serial in log[start : start + tokens])
+                    assert len(content) == tokens, "the log does not hold the tail"
+                    self.loads[page] = (frame, content)
+                    self.tails[page] = space
+                case ev.WritePage(page=page, frame=frame):
+                    assert page not in self.writes
+                    assert page not in self.swap, "a sealed page is written once"
+                    self.writes[page] = tuple(self.frames[frame])
+                case ev.CopyTokens(source=source, target=target, tokens=tokens):
+                    copied = self.frames[source][:tokens]
+                    assert len(copied) == tokens
+                    self._new_frame(target)
+                    self.frames[target].extend(copied)
+                case ev.DropFrame(frame=frame):
+                    del self.frames[frame]
+                    assert all(frame != busy for busy, _ in self.loads.values()), "a frame is dropped under its load"
+                case ev.ForgetPage(page=page):
+                    self.swap.pop(page, None)
+
+    def _new_frame(self, frame: FrameId) -> None:
+        assert frame not in self.frames, "a frame is handed out twice"
+        self.frames[frame] = []
+
+
+class PagerMachine(RuleBasedStateMachine):
+    """Random life of a pager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: dict[SpaceId, Model] = {}
+        self.machine = Machine(self.models)
+        self.next_space = 0
+        self.next_serial = 0
+        self.next_page = 0
+        self.lost_pages: set[PageId] = set()
+
+    # ---- helpers ----------------------------------------------------------------------------------------------------
+
+    def _page_id(self) -> PageId:
+        self.next_page += 1
+        return PageId(f"{self.next_page:032x}")
+
+    def _new_space_id(self) -> SpaceId:
+        self.next_space += 1
+        return SpaceId(self.next_space)
+
+    def send(self, event: ev.Event) -> None:
+        self.machine.carry_out(self.pager.handle(event))
+
+    def pick(self, data: st.DataObject, *, active: bool | None = None) -> SpaceId | None:
+        """One of the spaces that are (not) active, None when there is none."""
+        spaces = [s for s, m in self.models.items() if active is None or m.active == active]
+        return data.draw(st.sampled_from(spaces)) if spaces else None
+
+    def demand_bytes(self, *, but: SpaceId | None = None) -> int:
+        """Upper bound of what active and pinned spaces need."""
+        held = [s for s, m in self.models.items() if (m.active or m.pinned) and s != but]
+        return sum(self.pager.working_set_bytes(s, self.wanted.get(s, 0)) for s in held)
+
+    def admit(self, space: SpaceId, extra_tokens: int) -> bool:
+        """What an engine checks before it activates or grows."""
+        return self.pager.fits(self.demand_bytes(but=space) + self.pager.working_set_bytes(space, extra_tokens))
+
+    def expected(self, space: SpaceId, group: int) -> list[Token]:
+        return [(group, serial) for serial in self.models[space].serials]
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    @initialize(
+        budget_pages=st.integers(5, 14),
+        group_count=st.integers(1, 3),
+        writes=st.integers(1, 2),
+        loads=st.integers(1, 3),
+    )
+    def start(self, budget_pages: int, group_count: int, writes: int, loads: int) -> None:
+        self.group_count = group_count
+        self.pager = Pager(
+            budget_pages * 10 * group_count,
+            group_count=group_count,
+            new_page_id=self._page_id,
+            max_writes_in_flight=writes,
+            max_loads_in_flight=loads,
+            page_tokens=PAGE_TOKENS,
+        )
+        self.wanted: dict[SpaceId, int] = {}
+        self.shrunk = False
+        for number in range(3):
+            self._create(big=number == 1)
+
+    @rule(data=st.data())
+    def act(self, data: st.DataObject) -> None:
+        """One thing happens; what keeps the pager busy is drawn more often than what ends things."""
+        action = data.draw(st.sampled_from(ACTIONS))
+        getattr(self, action)(data)
+
+    def turn(self, data: st.DataObject) -> None:
+        """A whole turn: activate, grow, wait for the disk, append, and mostly commit and deactivate."""
+        space = self.pick(data, active=False)
+        tokens = data.draw(st.integers(1, 11))
+        if space is None or not self.admit(space, tokens):
+            return
+        self.models[space].active = True
+        self.wanted[space] = tokens
+        self.send(ev.Activated(space))
+        self.send(ev.GrowthWanted(space, tokens))
+        for _ in range(data.draw(st.integers(0, 30))):
+            if self.pager.is_ready(space) or not (self.machine.writes or self.machine.loads):
+                break
+            self.load_ends(data)
+            self.write_ends(data)
+        if self.pager.is_ready(space):
+            self._append(space, tokens)
+            if data.draw(st.integers(0, 3)):
+                self._commit(space)
+        if data.draw(st.integers(0, 3)):
+            self.models[space].active = False
+            self.wanted.pop(space, None)
+            self.send(ev.Deactivated(space))
+
+    def create(self, data: st.DataObject) -> None:
+        if len(self.models) >= MAX_SPACES:
+            return
+        self._create(big=data.draw(st.booleans()))
+
+    def _create(self, *, big: bool) -> None:
+        space = self._new_space_id()
+        page_bytes = tuple((14 if big else 7) + group for group in range(self.group_count))
+        self.models[space] = Model(page_bytes)
+        self.send(ev.SpaceCreated(space, page_bytes))
+
+    def activate(self, data: st.DataObject) -> None:
+        space = self.pick(data, active=False)
+        if space is not None and self.admit(space, 0):
+            self.models[space].active = True
+            self.send(ev.Activated(space))
+
+    def deactivate(self, data: st.DataObject) -> None:
+        space = self.pick(data, active=True)
+        if space is not None:
+            if self.pager.lost_at(space) is None and data.draw(st.booleans()):
+                self._commit(space)
+            self.models[space].active = False
+            self.wanted.pop(space, None)
+            self.send(ev.Deactivated(space))
+            assert all(not segment.growth_frames for segment in self.pager.segments(space))
+
+    def grow(self, data: st.DataObject) -> None:
+        tokens = data.draw(st.integers(1, 11))
+        space = self.pick(data, active=True)
+        if space is not None and self.admit(space, tokens):
+            self.wanted[space] = tokens
+            self.send(ev.GrowthWanted(space, tokens))
+
+    def append(self, data: st.DataObject) -> None:
+        """A step of every token that was wanted or fewer, when the space is ready."""
+        ready = [s for s in self.wanted if self.wanted[s] and self.pager.is_ready(s)]
+        if ready:
+            space = data.draw(st.sampled_from(ready))
+            self._append(space, data.draw(st.integers(1, self.wanted[space])))
+
+    def _append(self, space: SpaceId, tokens: int) -> None:
+        model = self.models[space]
+        fresh = range(self.next_serial, self.next_serial + tokens)
+        self.next_serial += tokens
+        for group in range(self.group_count):
+            table = self.pager.block_table(space, GroupId(group))
+            for offset, serial in enumerate(fresh):
+                position = len(model.serials) + offset
+                frame = self.machine.frames[table[position // PAGE_TOKENS]]
+                del frame[position % PAGE_TOKENS :]  # what a rollback left behind is overwritten
+                frame.append((group, serial))
+        sealed = (len(model.serials) % PAGE_TOKENS + tokens) // PAGE_TOKENS
+        model.serials.extend(fresh)
+        self.wanted[space] -= tokens
+        keys = tuple(
+            tuple(PageKey(f"{space}/{group}/{fresh[-1]}/{n}") for n in range(sealed))
+            for group in range(self.group_count)
+        )
+        self.send(ev.TokensAppended(space, tokens, keys))
+
+    def _commit(self, space: SpaceId) -> None:
+        self.models[space].log = list(self.models[space].serials)
+        self.send(ev.TurnCommitted(space))
+
+    def commit(self, data: st.DataObject) -> None:
+        space = self.pick(data)
+        if space is not None and self.pager.lost_at(space) is None:
+            self._commit(space)
+
+    def roll_back(self, data: st.DataObject) -> None:
+        space = self.pick(data)
+        if space is None:
+            return
+        model = self.models[space]
+        tokens = data.draw(st.integers(0, len(model.serials)))
+        before = self.pager.segments(space)
+        try:
+            instructions = self.pager.handle(ev.RolledBack(space, tokens))
+        except (NotResident, NoRoomForCopy):
+            assert self.pager.segments(space) == before, "a refused event changes nothing"
+            return
+        if tokens < len(model.serials):
+            self.wanted.pop(space, None)
+        del model.serials[tokens:]
+        self.machine.carry_out(instructions)
+        assert self.pager.tokens(space) == tokens
+
+    def fork(self, data: st.DataObject) -> None:
+        parent = self.pick(data)
+        if parent is None or len(self.models) >= MAX_SPACES:
+            return
+        model = self.models[parent]
+        tokens = data.draw(st.integers(0, len(model.serials)))
+        child = self._new_space_id()
+        try:
+            instructions = self.pager.handle(ev.Forked(parent, child, tokens))
+        except (NotResident, NoRoomForCopy):
+            return
+        self.models[child] = Model(model.page_bytes, model.serials[:tokens])
+        self.machine.carry_out(instructions)
+
+    def restore_sharing(self, data: st.DataObject) -> None:
+        """A space restored from the log of another: same pages, a tail of its own."""
+        origin = self.pick(data)
+        if origin is None or len(self.models) >= MAX_SPACES or self.models[origin].log != self.models[origin].serials:
+            return
+        model = self.models[origin]
+        space = self._new_space_id()
+        self.models[space] = Model(model.page_bytes, list(model.serials), list(model.serials))
+        images = tuple(ev.SegmentImage(view.group, view.refs, view.tail_tokens) for view in self.pager.segments(origin))
+        self.send(ev.SpaceRestored(space, model.page_bytes, images))
+
+    def close(self, data: st.DataObject) -> None:
+        space = self.pick(data)
+        if space is not None:
+            self.wanted.pop(space, None)
+            self.send(ev.SpaceClosed(space))
+            del self.models[space]
+
+    def pin(self, data: st.DataObject) -> None:
+        space = self.pick(data)
+        if space is not None and self.admit(space, self.wanted.get(space, 0)):
+            self.models[space].pinned = True
+            self.send(ev.Pinned(space))
+
+    def unpin(self, data: st.DataObject) -> None:
+        space = self.pick(data)
+        if space is not None:
+            self.models[space].pinned = False
+            self.send(ev.Unpinned(space))
+
+    def prefetch(self, data: st.DataObject) -> None:
+        space = self.pick(data, active=False)
+        if space is None:
+            return
+        evictions = self.pager.statistics().evictions
+        waiting = self.pager.statistics().waiting_spaces
+        self.send(ev.PrefetchHinted(space))
+        if not waiting and not self.shrunk and self.pager.statistics().resident_bytes < self.pager.usable_bytes:
+            assert self.pager.statistics().evictions == evictions, "a hint evicts nothing"
+
+    def evict(self, data: st.DataObject) -> None:
+        space = self.pick(data, active=False)
+        if space is None:
+            return
+        try:
+            self.send(ev.EvictionWanted(space))
+        except SpaceInUse:
+            assert self.models[space].pinned
+
+    # ---- the disk answers, in any order -----------------------------------------------------------------------------
+
+    def write_ends(self, data: st.DataObject) -> None:
+        if not self.machine.writes:
+            return
+        fails = data.draw(st.integers(0, 5)) == 5
+        page = data.draw(st.sampled_from(sorted(self.machine.writes)))
+        content = self.machine.writes.pop(page)
+        if fails:
+            self.send(ev.WriteFailed(page, "disk full"))
+        else:
+            self.machine.swap[page] = content
+            self.send(ev.WriteDone(page))
+
+    def load_ends(self, data: st.DataObject) -> None:
+        if self.machine.loads:
+            page = data.draw(st.sampled_from(sorted(self.machine.loads)))
+            self._load_ends(page, data.draw(st.integers(0, 15)) == 15)
+
+    def _load_ends(self, page: PageId, fails: bool) -> None:
+        frame, content = self.machine.loads.pop(page)
+        if fails or content is None:
+            self.lost_pages.add(page)
+            self.send(ev.LoadFailed(page, "bad checksum"))
+        else:
+            self.machine.frames[frame] = list(content)
+            self.send(ev.LoadDone(page))
+
+    def heal(self, data: st.DataObject | None = None) -> None:
+        """The engine cuts every space that lost something back to what is left; a page border never needs a copy."""
+        for space, model in self.models.items():
+            lost = self.pager.lost_at(space)
+            if lost is not None:
+                self.wanted.pop(space, None)
+                del model.serials[lost:]
+                del model.log[lost:]
+                self.send(ev.RolledBack(space, lost))
+                assert self.pager.lost_at(space) is None
+
+    def tick(self, data: st.DataObject) -> None:
+        self.send(ev.Tick())
+
+    def change_budget(self, data: st.DataObject) -> None:
+        budget_pages = data.draw(st.integers(0, 20))
+        self.shrunk = True
+        self.send(ev.BudgetChanged(budget_pages * 10 * self.group_count))
+
+    # ---- what always holds ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "pager"):
+            return
+        self.pager.check_integrity()
+        statistics = self.pager.statistics()
+        if not self.shrunk:
+            assert statistics.resident_bytes + statistics.in_flight_bytes <= statistics.budget_bytes
+        assert statistics.pages["writing"] == len(self.machine.writes)
+        resident = sum(statistics.pages[s] for s in ("filling", "sealed_dirty", "writing", "clean"))
+        assert resident + len(self.machine.loads) == len(self.machine.frames)
+
+    @invariant()
+    def steps_read_the_truth(self) -> None:
+        for space, model in self.models.items():
+            assert self.pager.tokens(space) == len(model.serials)
+            for view in self.pager.segments(space):
+                self._check_pages(space, view.group)
+            if not self.pager.is_ready(space):
+                continue
+            for group in range(self.group_count):
+                table = self.pager.block_table(space, GroupId(group))
+                read = [
+                    self.machine.frames[table[p // PAGE_TOKENS]][p % PAGE_TOKENS] for p in range(len(model.serials))
+                ]
+                assert read == self.expected(space, group)
+                assert len(table) * PAGE_TOKENS >= len(model.serials) + self.wanted.get(space, 0)
+
+    def _check_pages(self, space: SpaceId, group: GroupId) -> None:
+        """Every page is in the tier its state says, with its content, and lost exactly when its load failed."""
+        view = self.pager.segments(space)[group]
+        expected = self.expected(space, group)
+        first_lost: list[int] = []
+        for index, page in enumerate(view.pages):
+            content = expected[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]
+            if page.state in ("clean", "evicted"):
+                assert list(self.machine.swap[page.ref.page_id]) == content
+            if page.state in ("sealed_dirty", "writing", "clean"):
+                assert page.frame is not None
+                assert self.machine.frames[page.frame] == content
+            if page.state == "lost":
+                first_lost.append(index * PAGE_TOKENS)
+            assert (page.state == "lost") == (page.ref.page_id in self.lost_pages)
+        if view.tail is not None:
+            assert (view.tail.state == "lost") == (view.tail.page_id in self.lost_pages)
+            if view.tail.state == "filling":
+                assert view.tail.frame is not None
+                assert (
+                    self.machine.frames[view.tail.frame][: view.tail.tokens]
+                    == expected[len(view.pages) * PAGE_TOKENS :]
+                )
+        if first_lost:
+            lost_at = self.pager.lost_at(space)
+            assert lost_at is not None
+            assert lost_at <= first_lost[0]
+
+    # ---- nothing is stuck -------------------------------------------------------------------------------------------
+
+    def demand_is_met(self, data: st.DataObject) -> None:
+        """With a disk that answers, every demand that fits what is usable is met (P21: nothing is kept for ever)."""
+        self.heal()
+        for space, model in self.models.items():
+            if not model.active and self.pager.lost_at(space) is None:
+                self._commit(space)
+        for _ in range(200):
+            self.send(ev.Tick())
+            for page, content in list(self.machine.writes.items()):
+                del self.machine.writes[page]
+                self.machine.swap[page] = content
+                self.send(ev.WriteDone(page))
+            for page in list(self.machine.loads):
+                self._load_ends(page, fails=False)
+            self.heal()
+            if not self.machine.writes and not self.machine.loads:
+                break
+        assert not self.machine.writes
+        assert not self.machine.loads
+        if self.pager.fits(self.demand_bytes()):
+            assert self.pager.statistics().waiting_spaces == 0
+            assert all(self.pager.is_ready(space) for space, model in self.models.items() if model.active)
+            statistics = self.pager.statistics()
+            assert statistics.resident_bytes + statistics.in_flight_bytes <= statistics.budget_bytes
+
+    def teardown(self) -> None:
+        """When all spaces are gone and the disk has answered, nothing is left anywhere."""
+        if not hasattr(self, "pager"):
+            return
+        for space in list(self.models):
+            self.send(ev.SpaceClosed(space))
+            del self.models[space]
+        for page, content in list(self.machine.writes.items()):
+            self.machine.swap[page] = content
+            self.send(ev.WriteDone(page))
+        for page in list(self.machine.loads):
+            self._load_ends(page, fails=False)
+        assert not self.machine.frames
+        assert not self.machine.swap
+        assert self.pager.statistics().resident_bytes == 0
+        assert self.pager.statistics().in_flight_bytes == 0
+        self.pager.check_integrity()
+
+
+PagerMachine.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestPagerMachine = PagerMachine.TestCase
