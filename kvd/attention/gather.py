@@ -83,8 +83,17 @@ def side_shape(pages: PageSource, segment: Segment, layer_index: int, side: Lite
 
 
 def dequantised(
-    pages: PageSource, segment: Segment, layer_index: int, side: Literal["k", "v"], start: int, end: int
+    pages: PageSource,
+    segment: Segment,
+    layer_index: int,
+    side: Literal["k", "v"],
+    start: int,
+    end: int,
+    out: F32Array | None = None,
 ) -> F32Array:
-    """Tokens [start, end) as float32 [kv_heads, end - start, dim] (conditioned keys stay conditioned)."""
+    """Tokens [start, end) as float32 [kv_heads, end - start, dim] (conditioned keys stay conditioned).
+
+    `out`, if given, is C-contiguous, of that shape, and returned.
+    """
     side_format: SideFormat = segment.layer_format.k if side == "k" else segment.layer_format.v
-    return decode(*gather(pages, segment, layer_index, side, start, end), side_format)
+    return decode(*gather(pages, segment, layer_index, side, start, end), side_format, out=out)

@@ -13,7 +13,8 @@ Two strategies share the walk over tiles:
 - `device`: mlx operations only; with few queries on a GPU `mx.quantized_matmul` reads the packed tile itself. Each tile
   is evaluated before the next one is gathered, so lazily built graphs cannot pile up.
 
-A step of up to 32 queries has small scores, so it takes tiles of 8192 tokens: few operations, little overhead.
+A step of up to 32 queries has small scores, so its tiles can be long: on a device 8192 tokens (few operations), on the
+host as many as keep the dequantised tile in the processor's cache.
 
 May import mlx, numpy, kvd.quant, kvd.attention.
 """
@@ -29,15 +30,19 @@ import numpy.typing as npt
 
 from kvd.attention.device_tiles import DeviceState
 from kvd.attention.gather import side_shape, tile_spans
-from kvd.attention.host_tiles import HostState
+from kvd.attention.host_tiles import HostState, Scratch
 from kvd.attention.interface import AttentionOutput, PageSource, Row, Segment, merge, with_sinks
+from kvd.quant.spec import PAGE_TOKENS
 
 Strategy = Literal["host", "device"]
 
 SHORT_STEP_QUERIES: Final = 32
 """Up to so many queries a step is short: long tiles, one query block."""
 
-SHORT_STEP_TILE_TOKENS: Final = 8192
+DEVICE_SHORT_TILE_TOKENS: Final = 8192
+HOST_SHORT_TILE_BYTES: Final = 3 << 19
+"""Dequantised K and V of a short step's tile on the host: about what the second-level cache of a core holds."""
+
 PREFILL_TILE_TOKENS: Final = 512
 PREFILL_BLOCK_QUERIES: Final = 256
 
@@ -54,6 +59,7 @@ class MlxBackend:
     def __init__(self, strategy: Strategy | None = None) -> None:
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         self.strategy: Strategy = strategy if strategy is not None else ("host" if on_cpu else "device")
+        self._scratch = Scratch()
 
     def attend(
         self,
@@ -96,12 +102,18 @@ class MlxBackend:
         """One row over one segment: queries mx [1, heads, L, k_dim]; no sinks."""
         length = queries.shape[2]
         short = length <= SHORT_STEP_QUERIES
-        tile_tokens = SHORT_STEP_TILE_TOKENS if short else PREFILL_TILE_TOKENS
         block_queries = length if short else PREFILL_BLOCK_QUERIES
         conditioned = queries if segment.conditioning is None else segment.conditioning.condition_queries(queries)
         kv_heads, v_dim = side_shape(pages, segment, layer_index, "v")
-        kind = HostState if self.strategy == "host" else DeviceState
-        state = kind(conditioned, segment.layer_format, kv_heads, v_dim, scale, block_queries)
+        state: HostState | DeviceState
+        if self.strategy == "host":
+            token_bytes = 4 * kv_heads * (queries.shape[-1] + v_dim)
+            fitting = HOST_SHORT_TILE_BYTES // token_bytes // PAGE_TOKENS * PAGE_TOKENS
+            tile_tokens = max(fitting, PREFILL_TILE_TOKENS) if short else PREFILL_TILE_TOKENS
+            state = HostState(conditioned, kv_heads, v_dim, scale, block_queries, self._scratch)
+        else:
+            tile_tokens = DEVICE_SHORT_TILE_TOKENS if short else PREFILL_TILE_TOKENS
+            state = DeviceState(conditioned, segment.layer_format, kv_heads, v_dim, scale, block_queries)
         first = 0 if window is None else row.query_start - window + 1
         for span in tile_spans(segment, tile_tokens, first, row.query_start + length - 1):
             state.load(pages, segment, layer_index, span)

@@ -1,20 +1,60 @@
-"""kvd's exceptions as errors of the wire: each `KvdError.name` has one code in `kvd_client.wire.codes`."""
+"""kvd's exceptions as errors of the wire.
+
+The wire has few names, which clients handle, each with one code (`kvd_client.wire.codes`). Packages of kvd name their
+faults more finely; such a name belongs to one family of the wire and travels in `data` as `fault`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from kvd.errors import KvdError
 from kvd_client.wire import CODES, ErrorObject
 
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "backend_unavailable": "config_error",
+        "conditioning_damaged": "storage_error",
+        "data_folder_locked": "storage_error",
+        "data_folder_malformed": "storage_error",
+        "data_folder_too_new": "storage_error",
+        "digest_mismatch": "model_error",
+        "disk": "storage_error",
+        "download_failed": "model_error",
+        "log_corrupt": "storage_error",
+        "log_vanished": "storage_error",
+        "model_corrupt": "model_error",
+        "model_not_found": "model_error",
+        "page_corrupt": "storage_error",
+        "page_missing": "storage_error",
+        "quota_exceeded": "storage_error",
+        "template_refused": "invalid_params",
+        "unsupported_model": "unsupported",
+    }
+)
+"""Fine name -> name on the wire. Bugs (`InternalError`) need no line: all of them are `internal`."""
+
 _MAX_DEPTH = 8
 
 
+def wire_name(kind: type[KvdError]) -> str:
+    """The name on the wire of an error class: its own, its family's, or else that of its nearest base."""
+    for base in kind.__mro__:
+        name = getattr(base, "name", "")
+        if name in CODES:
+            return str(name)
+        if name in FAMILIES:
+            return FAMILIES[name]
+    return "internal"
+
+
 def to_error_object(error: KvdError) -> ErrorObject:
-    """The error a client sees. A name without a code (a bug that a test finds) falls back to the nearest base's."""
-    bases = (getattr(base, "name", "") for base in type(error).__mro__)
-    name = next((name for name in bases if name in CODES), "internal")
+    """The error a client sees."""
+    name = wire_name(type(error))
     data = {str(key): plain(value) for key, value in error.data.items()}
+    if error.name != name:
+        data.setdefault("fault", error.name)
     return ErrorObject.of(name, _clean(error.message), data=data, retry_after_s=error.retry_after_s)
 
 

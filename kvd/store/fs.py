@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat as stat_bits
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ FileHandle = NewType("FileHandle", int)
 TEMP_SUFFIX: Final = ".tmp"
 """Ends the name of every file that is not complete yet; such names start with a dot."""
 
+_TEMP_NAME: Final = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _FULL_FSYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
 _NO_CACHE: Final[int | None] = getattr(fcntl, "F_NOCACHE", None)
 
@@ -274,7 +276,7 @@ def write_file(fs: FileSystem, path: Path, parts: Iterable[bytes | memoryview]) 
 
 def is_temp_name(name: str) -> bool:
     """Whether a name is one that `write_file` gives to files that are not complete."""
-    return name.startswith(".") and name.endswith(TEMP_SUFFIX)
+    return _TEMP_NAME.fullmatch(name) is not None
 
 
 def folder_bytes(fs: FileSystem, path: Path) -> int:

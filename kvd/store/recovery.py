@@ -222,10 +222,11 @@ class _Recovery:
         for path in scan.temp_files:
             self._remove_temp(path)
         self.foreign += [str(path.relative_to(self.folder.root)) for path in scan.foreign_files]
-        with contextlib.suppress(FileNotFoundError):
-            for name in self.fs.listdir(self.quarantine):
-                if is_temp_name(name):
-                    self._remove_temp(self.quarantine / name)
+        for folder, ours in ((self.quarantine, ("",)), (self.folder.root, (".VERSION.", ".CACHEDIR.TAG."))):
+            with contextlib.suppress(FileNotFoundError):
+                for name in self.fs.listdir(folder):
+                    if is_temp_name(name) and name.startswith(ours):
+                        self._remove_temp(folder / name)
 
     def _remove_temp(self, path: Path) -> None:
         self.temp_files.append(str(path.relative_to(self.folder.root)))

@@ -206,12 +206,18 @@ class Mappings:
             if not page.users:
                 self._transfers.release(page)
 
+    def want_growth(self, space: AddressSpace, tokens: int) -> None:
+        """Want frames for `tokens` more tokens; growth pages beyond them are given back."""
+        space.growth_tokens = tokens
+        wanted_pages = space.growth_pages(tokens)
+        for segment in space.segments:
+            surplus = segment.growth[wanted_pages:]
+            del segment.growth[wanted_pages:]
+            self.unmap(space, surplus)
+
     def release_growth(self, space: AddressSpace) -> None:
         """Give all growth pages back and want none."""
-        space.growth_tokens = 0
-        for segment in space.segments:
-            growth, segment.growth = segment.growth, []
-            self.unmap(space, growth)
+        self.want_growth(space, 0)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 

@@ -277,7 +277,7 @@ class Pager:
         space = self._space(event.space)
         if not space.use.active or event.tokens < 0:
             raise IllegalEvent(f"space {event.space} must be active to grow by {event.tokens} tokens")
-        space.growth_tokens = event.tokens
+        self._mappings.want_growth(space, event.tokens)
         self._use(space)
         self._want(space)
 

@@ -78,7 +78,7 @@ def test_any_error_object_is_read_without_an_exception(value: object) -> None:
 
 
 @given(st.lists(st.tuples(st.text(max_size=20), maps), min_size=1, max_size=5), st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_messages_survive_any_split(requests: list[tuple[str, dict[str, object]]], data: st.DataObject) -> None:
     """However the stream is cut, the same requests come out in the same order."""
     client, server = Connection(), Connection()
@@ -94,6 +94,7 @@ def test_messages_survive_any_split(requests: list[tuple[str, dict[str, object]]
 
 
 @given(maps, values)
+@settings(max_examples=40)
 def test_a_whole_call_both_ways(event: dict[str, object], result: object) -> None:
     """Request, stream event, result: both ends agree, and the id is free afterwards."""
     client, server = Connection(), Connection()
@@ -129,7 +130,7 @@ def test_garbage_is_events_or_a_protocol_error(data: bytes) -> None:
 
 
 @given(st.lists(values, min_size=3, max_size=4), st.integers(0, 400), st.integers(0, 255))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_flipped_byte_is_never_a_crash(message: list[object], where: int, byte: int) -> None:
     """A message with one byte changed is understood, waits for more, or is a ProtocolError."""
     data = bytearray(pack([0, 1, "m", [{"k": message}]]))

@@ -50,6 +50,7 @@ class FakeService:
         self.was_cancelled = Event()
         self.has_begun = Event()
         self.ready = True
+        self.gate = asyncio.Event()
 
     async def call(self, method: str, params: Mapping[str, object], context: CallContext) -> object:
         self.calls.append((method, dict(params)))
@@ -170,6 +171,10 @@ class FakeService:
         for _ in range(params.get("turns", 0)):
             await asyncio.sleep(0)
         return params["value"]
+
+    async def do_test_gate(self, params: Mapping[str, Any], context: CallContext) -> object:
+        await self.gate.wait()
+        return "through"
 
     async def do_test_flood(self, params: Mapping[str, Any], context: CallContext) -> object:
         for number in range(params["events"]):

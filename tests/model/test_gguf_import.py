@@ -65,7 +65,7 @@ def test_quantised_files_differ_by_their_rounding_only(
 
 
 def test_unpermute_inverts_the_converters_permutation() -> None:
-    """Row order of each head: 0, 2, 4, … then 1, 3, 5, …"""
+    """Each head has its even rows first, then its odd rows."""
     rows = np.arange(2 * 8, dtype=np.float32)[:, None] * np.ones((1, 3), np.float32)
     np.testing.assert_array_equal(unpermute(rows, 2)[:8, 0], [0, 2, 4, 6, 1, 3, 5, 7])
     np.testing.assert_array_equal(unpermute(interleave(rows, 2), 2), rows)

@@ -23,7 +23,8 @@ LLAMA_LIKE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] | upper }}|>{{ m['content'] | trim }}<|im_end|>{% endfor %}"
 )
 TOOLS = (
-    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}<|im_end|>\n"
+    "{% if tools %}<|im_start|>system\nTools:"
+    "{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}<|im_end|>\n"
     "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}{% endif %}"
     "{% for call in m.tool_calls %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
     "<|im_end|>\n{% endfor %}"

@@ -1,0 +1,198 @@
+"""Loading: what can be refused is refused with the reason; what is loaded computes in the dtype it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model, save_model
+
+from kvd.ids import Fingerprint
+from kvd.model.cache_spec import build_cache_spec, check_supported, scratch_bytes
+from kvd.model.errors import ModelCorrupt, UnsupportedModel
+from kvd.model.loader import LoadedModel, load
+from kvd.model.registry import ModelFolder
+from tests.support.tiny_model import make_tiny_model
+
+
+def folder(path: Path) -> ModelFolder:
+    """The model folder at `path`."""
+    return ModelFolder(path.name, path)
+
+
+def copy_with(source: Path, target: Path, **changes: object) -> ModelFolder:
+    """A copy of a model folder with changed configuration entries."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder(target)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder: Path) -> LoadedModel:
+    """The tiny model in memory."""
+    return load(folder(tiny_folder))
+
+
+def greedy(model: LoadedModel, text: str, tokens: int) -> list[int]:
+    """Greedy continuation with mlx_lm's own cache."""
+    cache = make_prompt_cache(model.model)
+    step = mx.array([model.codec.encode_content(text)])
+    ids: list[int] = []
+    for _ in range(tokens):
+        ids.append(int(mx.argmax(model.model(step, cache=cache)[0, -1]).item()))
+        step = mx.array([ids[-1:]])
+    return ids
+
+
+def test_the_tiny_model_loads_whole(loaded: LoadedModel) -> None:
+    """Model, codec, template and geometry agree with the folder."""
+    spec = loaded.spec
+    assert (len(spec.layers), spec.query_heads, spec.context_tokens) == (2, 4, 4096)
+    assert (spec.layers[0].kind, spec.layers[0].kv_heads, spec.layers[0].k_dim) == ("full", 2, 64)
+    assert len(spec.groups) == 1
+    assert spec.vocab_tokens == loaded.codec.token_count
+    assert loaded.template is not None
+    assert loaded.weights_bytes == 4 * sum(array.size for _, array in tree_flatten(loaded.model.parameters()))
+
+
+def test_weights_compute_in_the_stated_dtype(loaded: LoadedModel) -> None:
+    """On the CPU everything is float32."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        pytest.skip("MLX computes on a GPU here")
+    assert loaded.dtype == "float32"
+    assert {array.dtype for _, array in tree_flatten(loaded.model.parameters())} == {mx.float32}
+    assert loaded.model(mx.array([[1, 2]])).dtype == mx.float32
+
+
+def test_the_tiny_model_writes_varied_text_and_its_seed_matters(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Other tests rely on greedy text that neither ends nor loops, and that differs between seeds and prompts."""
+    ids = greedy(loaded, "the world", 60)
+    assert len(set(ids)) > 30
+    assert loaded.codec.eos_ids.isdisjoint(ids)
+    assert greedy(loaded, "the water", 60) != ids
+    other = load(folder(make_tiny_model(tmp_path / "tiny", seed=1)))
+    assert greedy(other, "the world", 60) != ids
+    assert other.spec.fingerprint != loaded.spec.fingerprint
+
+
+def test_equal_arguments_give_equal_tiny_models(tiny_folder: Path, tmp_path: Path) -> None:
+    """The tiny model is a fixture for restarts: the same bytes each time, and of the vocabulary size asked for."""
+    again = make_tiny_model(tmp_path / "again")
+    for path in sorted(tiny_folder.iterdir()):
+        if not path.name.startswith("."):
+            assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+    small = make_tiny_model(tmp_path / "small", vocab=300)
+    assert json.loads((small / "config.json").read_text())["vocab_size"] == 300
+    assert load(folder(small)).codec.token_count == 300
+
+
+def test_quantised_weights_are_unpacked_on_the_cpu(tiny_folder: Path, tmp_path: Path) -> None:
+    """An 8-bit copy loads as float32 and computes what mlx_lm's quantised model computes."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        pytest.skip("MLX computes on a GPU here")
+    model, config = load_model(tiny_folder)
+    nn.quantize(model, group_size=64, bits=8)
+    target = tmp_path / "quantised"
+    shutil.copytree(tiny_folder, target)
+    (target / "model.safetensors").unlink()
+    save_model(target, model)
+    quantisation = {"group_size": 64, "bits": 8}
+    (target / "config.json").write_text(json.dumps({**config, "quantization": quantisation}))
+    plain = load(folder(target))
+    ids = mx.array([[1, 70, 300, 400]])
+    assert plain.dtype == "float32"
+    assert mx.allclose(plain.model(ids), model(ids), atol=1e-3).item()
+
+
+def test_bfloat16_weights_become_float32_on_the_cpu(tiny_gguf: Path, tmp_path: Path) -> None:
+    """A folder stored in bfloat16 computes in float32 where half precision is slow."""
+    from kvd.model.pull import import_file
+
+    model = load(import_file(tiny_gguf, directory=tmp_path, dtype="bfloat16").folder)
+    expected = "float32" if mx.default_device().type == mx.DeviceType.cpu else "bfloat16"
+    assert model.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "mamba2"}, r"'mamba2'.*supported: llama, mistral, qwen2, qwen3"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 128}, "sliding"),
+        ({"head_dim": 40}, "multiples of 32"),
+    ],
+)
+def test_unsupported_models_are_refused_with_the_reason(
+    tiny_folder: Path, tmp_path: Path, changes: dict[str, object], match: str
+) -> None:
+    """P31: what kvd cannot cache is refused at start, before a weight is read."""
+    model = copy_with(tiny_folder, tmp_path / "m", **changes)
+    (model.path / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match=match):
+        load(model)
+
+
+def test_missing_and_misfit_weights_are_corrupt(tiny_folder: Path, tmp_path: Path) -> None:
+    """No weights, a truncated file and weights of another shape name the folder."""
+    model = copy_with(tiny_folder, tmp_path / "a", num_hidden_layers=3)
+    with pytest.raises(ModelCorrupt, match="cannot be loaded"):
+        load(model)
+    weights = model.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelCorrupt):
+        load(model)
+    weights.unlink()
+    with pytest.raises(ModelCorrupt, match="no model"):
+        load(model)
+
+
+def test_a_model_without_a_template_loads(tiny_folder: Path, tmp_path: Path) -> None:
+    """A base model has no chat, and everything else."""
+    model = copy_with(tiny_folder, tmp_path / "base")
+    (model.path / "tokenizer_config.json").write_text("{}")
+    assert load(model).template is None
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+}
+
+
+def test_scratch_grows_with_chunk_and_tile_as_the_formula_says() -> None:
+    """The figure is the documented sum; it holds no `heads x chunk x context` term (P24)."""
+
+    def scratch(chunk: int, tile: int) -> int:
+        return scratch_bytes(CONFIG, item_bytes=4, chunk_tokens=chunk, tile_tokens=tile)
+
+    fixed = 2 * 49152 * 4
+    per_token = (3 * 576 + 64 * (18 + 6) + 3 * 1536) * 4
+    per_score = 2 * 9 * 4
+    per_tile = 2 * 3 * 64 * 4
+    assert scratch(512, 256) == int(1.25 * (fixed + 512 * per_token + 512 * 256 * per_score + 256 * per_tile))
+    spec = build_cache_spec(CONFIG, model_name="m", fingerprint=Fingerprint("0" * 32), item_bytes=4)
+    longer = {**CONFIG, "max_position_embeddings": 100_000}
+    other = build_cache_spec(longer, model_name="m", fingerprint=Fingerprint("0" * 32), item_bytes=4)
+    assert other.scratch_bytes == spec.scratch_bytes
+    assert (spec.context_tokens, other.context_tokens) == (2048, 100_000)
+
+
+def test_head_figures_have_their_defaults() -> None:
+    """Without KV heads a model is multi-head; the head width follows from the hidden size."""
+    config = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
+    spec = build_cache_spec(config, model_name="m", fingerprint=Fingerprint("0" * 32), item_bytes=4)
+    assert spec.layers[0].kv_heads == 9
+    assert spec.layers[0].k_dim == 64
+    check_supported(config)
