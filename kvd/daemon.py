@@ -127,7 +127,8 @@ class Daemon:
         self._loop.call_soon_threadsafe(self._engine_ready, error)
 
     def _engine_ready(self, error: BaseException | None) -> None:
-        assert self._service is not None and self._stop is not None
+        assert self._service is not None
+        assert self._stop is not None
         if error is not None:
             self._failure = error
             self._stop.set()

@@ -82,11 +82,11 @@ def choose_formats(loaded: LoadedModel, wanted: str, conditioning_dir: Path) -> 
             constants for constants in kept if _fits(constants, group) and constants.digest not in _digests(fitting)
         ]
         candidates += [(group.format("q4c", constants.digest), constants) for constants in fitting]
-        for page_format, constants in candidates:
+        for page_format, used in candidates:
             layout = group.layout(page_format)
             layouts[number, layout.format_id] = layout
-            if constants is not None:
-                for layer, operators in zip(group.layer_indices, constants.layers, strict=True):
+            if used is not None:
+                for layer, operators in zip(group.layer_indices, used.layers, strict=True):
                     conditioning[layout.format_id, layer] = operators
         default = group.format(name, own[number].digest if name == "q4c" else None)
         defaults.append(FormatId(default.format_id))

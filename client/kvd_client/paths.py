@@ -77,4 +77,8 @@ def resolve_socket(
 
 def start_command(socket: Path) -> str:
     """The command that starts the daemon which would answer at `socket`."""
-    return "kvd serve" if socket == default_socket() else f"kvd serve --socket {shlex.quote(os.fspath(socket))}"
+    if socket == default_socket():
+        return "kvd serve"
+    if socket == default_socket(socket.parent):
+        return f"kvd serve --data-dir {shlex.quote(os.fspath(socket.parent))}"
+    return f"kvd serve --socket {shlex.quote(os.fspath(socket))}"

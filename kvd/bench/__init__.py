@@ -1,1 +1,9 @@
-"""(written with the package)"""
+"""Every figure the README quotes, reproducible: real daemons, real models, the client's clock.
+
+`cli` is the command group, `harness` starts and kills daemons, `ppl` measures page formats, `reference` runs mlx-lm by
+itself, `text` gives technical English, `ttft` measures time to first token.
+
+May import anything of kvd and kvd_client; nothing of kvd imports it but the command line and the demo.
+"""
+
+__all__: list[str] = []

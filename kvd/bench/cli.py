@@ -1,10 +1,101 @@
-"""`kvd bench`: every figure the README quotes."""
+"""`kvd bench`: every figure the README quotes. Commands are loaded when they are used: they import mlx."""
 
 from __future__ import annotations
 
+import importlib
+import json
+from pathlib import Path
+
 import click
 
+from kvd.errors import InvalidParams, KvdError
 
-@click.group()
+COMMANDS = {"ppl": ("kvd.bench.ppl", "ppl"), "ttft": ("kvd.bench.cli", "ttft")}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in modules that are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, sorted."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command, or None."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+
+@click.group(cls=LazyGroup)
 def bench() -> None:
     """Measure: perplexity and bytes of the page formats (ppl), time to first token (ttft)."""
+
+
+@click.command("ttft")
+@click.option("--tokens", default="1024,4096", show_default=True, help="Context lengths, comma separated.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs of each state; medians count."
+)
+@click.option("--model", "model_name", default="smollm2-135m", show_default=True, help="Installed model, or a folder.")
+@click.option(
+    "--model-dir", envvar="KVD_MODEL_DIR", type=click.Path(path_type=Path), help="Folder of installed models."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def ttft(tokens: str, repeats: int, model_name: str, model_dir: Path | None, as_json: bool) -> None:
+    """Time to first token with 16 new tokens: cold, hot, warm after kill -9, against mlx-lm's own cold prefill.
+
+    Warm: the daemon was killed with SIGKILL, its files were dropped from the page cache, a new daemon is ready.
+
+    Example: kvd bench ttft --tokens 1024,4096 --json
+    """
+    from kvd.bench.ttft import run_ttft
+    from kvd.model.paths import model_dir as models
+    from kvd.model.registry import resolve
+
+    try:
+        lengths = parse_lengths(tokens)
+        folder = resolve(model_name, models(model_dir))
+        report = run_ttft(
+            model=str(folder.path),
+            folder=folder.path,
+            lengths=lengths,
+            repeats=repeats,
+            options=(),
+            tell=lambda line: click.echo(line, err=True),
+        )
+    except KvdError as error:
+        raise click.ClickException(error.message) from error
+    if as_json:
+        click.echo(json.dumps(report.facts()))
+        return
+    click.echo(
+        f"{report.model}, pages {report.kv_format}, attention {report.attention}, {report.threads} threads, medians of "
+        f"{report.repeats}, page cache dropped by {report.page_cache}"
+    )
+    click.echo("tokens   cold s    hot s   warm s  mlx-lm cold s  hot x  warm x  cold speed x")
+    for row in report.rows:
+        click.echo(
+            f"{row.tokens:6} {row.cold_s:8.3f} {row.hot_s:8.3f} {row.warm_s:8.3f} {row.mlx_lm_cold_s:14.3f} "
+            f"{row.hot_ratio:6.1f} {row.warm_ratio:7.1f} {row.cold_speed_ratio:13.2f}"
+        )
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Comma separated context lengths.
+
+    Raises:
+        InvalidParams: something that is not a positive integer.
+    """
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise InvalidParams(f"--tokens takes positive integers, such as 1024,4096, not {text!r}", parameter="tokens")
+    return lengths
+
+
+__all__ = ["bench", "parse_lengths", "ttft"]

@@ -21,7 +21,8 @@ from kvd.model.errors import ModelCorrupt, UnsupportedModel
 from kvd.model.gguf_file import GgufFile
 from kvd.model.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from kvd.model.progress import Reporter
-from kvd.model.weights_file import TensorPlan, WeightsDtype, write_weights
+from kvd.model.sources import WeightsDtype
+from kvd.model.weights_file import TensorPlan, write_weights
 
 GGUF_ARCHITECTURES: Final = ("llama",)
 """Values of `general.architecture` that can be imported."""

@@ -24,8 +24,7 @@ from kvd.model.install import check_name, install_folder, model_lock
 from kvd.model.paths import model_dir
 from kvd.model.progress import Reporter, SilentReporter
 from kvd.model.registry import ModelFolder, installed
-from kvd.model.sources import CATALOGUE, WheelSource
-from kvd.model.weights_file import WEIGHTS_DTYPES, WeightsDtype
+from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype, WheelSource
 
 _COPY_BYTES: Final = 1 << 22
 

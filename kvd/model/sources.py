@@ -1,12 +1,19 @@
-"""The models `kvd model pull` can fetch, with pinned digests. May import nothing of kvd."""
+"""The models `kvd model pull` can fetch, with pinned digests, and what they can be stored as.
+
+May import nothing of kvd.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 DEFAULT_MODEL: Final = "smollm2-135m"
+
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+WEIGHTS_DTYPES: Final[tuple[WeightsDtype, ...]] = ("float32", "bfloat16", "float16")
+"""What weights can be stored as."""
 
 
 @dataclass(frozen=True, slots=True)

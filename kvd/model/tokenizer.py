@@ -19,7 +19,7 @@ from tokenizers import Encoding, Tokenizer
 from kvd.errors import InternalError, InvalidText
 from kvd.model.errors import ModelCorrupt, UntokenizableText
 from kvd.model.incremental import IncrementalDecoder
-from kvd.model.vocabulary import Vocabulary
+from kvd.model.vocabulary import Vocabulary, token_ids
 from kvd.vm.text import TypedText
 
 END_TOKENS: Final = (
@@ -90,7 +90,7 @@ class TextCodec:
         spec = _read_json(folder / "tokenizer.json")
         settings = _read_json(folder / "tokenizer_config.json", required=False)
         configs = [_read_json(folder / name, required=False) for name in ("config.json", "generation_config.json")]
-        ids = Vocabulary(spec).ids
+        ids = token_ids(spec)
         ends: set[int] = set()
         for config in configs:
             value = config.get("eos_token_id")

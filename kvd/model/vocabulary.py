@@ -49,6 +49,18 @@ def _merge_pairs(model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield left, right
 
 
+def token_ids(spec: Mapping[str, Any]) -> dict[str, int]:
+    """Token strings of a `tokenizer.json` to ids, added tokens included.
+
+    Raises:
+        UnsupportedModel: the tokenizer is not BPE.
+    """
+    model = spec.get("model") or {}
+    if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), Mapping):
+        raise UnsupportedModel(f"tokenizer model {model.get('type')!r} is not supported; supported: BPE")
+    return {**model["vocab"], **{token["content"]: token["id"] for token in spec.get("added_tokens") or ()}}
+
+
 class Vocabulary:
     """Facts about the tokens of one tokenizer. Immutable.
 
@@ -67,17 +79,13 @@ class Vocabulary:
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        model = spec.get("model") or {}
-        if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), Mapping):
-            raise UnsupportedModel(f"tokenizer model {model.get('type')!r} is not supported; supported: BPE")
         self._spec = spec
-        self.ids: dict[str, int] = dict(model["vocab"])
+        self.ids = token_ids(spec)
         self.byte_level = any(
             node.get("type") == "ByteLevel" for key in ("pre_tokenizer", "decoder") for node in _nodes(spec.get(key))
         )
-        self._byte_fallback = bool(model.get("byte_fallback"))
+        self._byte_fallback = bool(spec["model"].get("byte_fallback"))
         added = spec.get("added_tokens") or ()
-        self.ids.update({token["content"]: token["id"] for token in added})
         control = {token["id"] for token in added if token["special"]}
         markup = {token["id"] for token in added if _looks_like_markup(token["content"])}
         self._added_ids = frozenset(token["id"] for token in added)

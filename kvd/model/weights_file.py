@@ -1,6 +1,6 @@
 """A streaming safetensors writer: one tensor in memory at a time, bfloat16 without a bfloat16 numpy.
 
-May import kvd.errors only.
+May import this package only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-WeightsDtype = Literal["float32", "bfloat16", "float16"]
-WEIGHTS_DTYPES: Final[tuple[WeightsDtype, ...]] = ("float32", "bfloat16", "float16")
+from kvd.model.sources import WeightsDtype
 
 _NAMES: Final[Mapping[WeightsDtype, tuple[str, int]]] = {
     "float32": ("F32", 4),

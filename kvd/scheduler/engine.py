@@ -34,6 +34,7 @@ from kvd.scheduler.state import (
     TellQueued,
 )
 from kvd.scheduler.turn import TurnState, Wait, run_turn
+from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import Tick
 
 TICK_S = 1.0
@@ -69,7 +70,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _StoreAnswer:
-    result: object
+    result: SwapResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Engine:
 
     def __init__(
         self,
-        build: Callable[[Callable[[object], None]], EngineCore],
+        build: Callable[[Callable[[SwapResult], None]], EngineCore],
         *,
         max_queued: int,
         on_ready: Callable[[BaseException | None], None],
@@ -176,7 +177,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._core = self._build(lambda result: self._inbox.put(_StoreAnswer(result)))
-        except BaseException as error:  # noqa: BLE001  the daemon must hear of it and exit with the reason
+        except BaseException as error:  # the daemon must hear of it and exit with the reason
             self._on_ready(error)
             return
         self._on_ready(None)
@@ -215,7 +216,7 @@ class Engine:
                 if future.set_running_or_notify_cancel():
                     try:
                         future.set_result(function(self._core))
-                    except BaseException as error:  # noqa: BLE001  belongs to the caller
+                    except BaseException as error:  # belongs to the caller
                         future.set_exception(error)
             case _StoreAnswer(result):
                 self._core.store.on_result(result)
@@ -260,7 +261,8 @@ class Engine:
         self._wait = None
 
     def _go_on(self) -> None:
-        assert self._work is not None and self._core is not None
+        assert self._work is not None
+        assert self._core is not None
         running = self._scheduler.running
         assert running is not None
         result: object = None
@@ -272,7 +274,7 @@ class Engine:
             result = stop.value
         except KvdError as caught:
             error = caught
-        except Exception as caught:  # noqa: BLE001  one request's bug must not end the daemon
+        except Exception as caught:  # one request's bug must not end the daemon
             self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
             error = InternalError(f"the request failed: {type(caught).__name__}; the daemon's log has the details")
         self._work = None

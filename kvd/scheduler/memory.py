@@ -214,7 +214,7 @@ class Memory:
         self._on_event("page_write_failed", page=page, reason=error.message)
         self.apply(WriteFailed(page, error.message))
 
-    def page_read(self, page: PageId, payload: bytes | memoryview | None, error: KvdError | None) -> None:
+    def page_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
         """A read ended: `payload` fills the whole frame."""
         frame, layout, _ = self._loading.pop(page)
         if payload is None:

@@ -44,7 +44,8 @@ class Params:
         unknown = sorted(str(name) for name in self._raw if name not in allowed)
         if unknown:
             raise InvalidParams(
-                f"{self._method} does not know {', '.join(unknown)}; it takes {', '.join(sorted(allowed)) or 'nothing'}",
+                f"{self._method} does not know {', '.join(unknown)}; "
+                f"it takes {', '.join(sorted(allowed)) or 'nothing'}",
                 parameters=unknown,
             )
 

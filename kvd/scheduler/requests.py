@@ -46,7 +46,7 @@ class TurnRequest:
     prompt: TypedText
     append: bool = False
     max_tokens: int = 256
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     emit: Callable[[Mapping[str, object]], None] = lambda event: None
 

@@ -13,12 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvd import __version__
-from kvd.errors import CallerError, EnvironmentFault, InvalidParams, KvdError
+from kvd.errors import InvalidParams, KvdError
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler import views
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
+from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported
 from kvd.scheduler.params import MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
 from kvd.vm.text import Span, TypedText
@@ -27,24 +28,6 @@ if TYPE_CHECKING:
     from kvd.front.api import CallContext
 
 PROTOCOL_VERSION = 1
-
-
-class MethodNotFound(CallerError):
-    """No such method."""
-
-    name = "method_not_found"
-
-
-class NotReady(EnvironmentFault):
-    """The model is still loading."""
-
-    name = "not_ready"
-
-
-class Unsupported(CallerError):
-    """Asked for something this model or this version cannot do."""
-
-    name = "unsupported"
 
 
 class KvdService:
@@ -94,7 +77,7 @@ class KvdService:
         """All method names, sorted."""
         return tuple(sorted(self._methods))
 
-    def set_ready(self, codec: TextCodec, template: ChatTemplate) -> None:
+    def set_ready(self, codec: TextCodec, template: ChatTemplate | None) -> None:
         """The engine can work: let waiting calls through (on the loop)."""
         self._codec = codec
         self._template = template
@@ -122,7 +105,7 @@ class KvdService:
         params.refuse_unknown("messages", "tools", "response_format", *TURN_NAMES)
         if params.has("response_format"):
             raise Unsupported("response_format is not supported by this version; leave it out")
-        _, template = await self._text_parts()
+        template = await self._chat_template()
         prompt = template.render(params.messages(), tools=_tools(params), add_generation_prompt=True)
         result = await self._turn(params, context, prompt)
         if isinstance(result, dict):
@@ -134,7 +117,7 @@ class KvdService:
         if params.has("text") == params.has("messages"):
             raise InvalidParams("inject needs either text or messages", parameter="text")
         if params.has("messages"):
-            _, template = await self._text_parts()
+            template = await self._chat_template()
             prompt = template.render(params.messages(), tools=None, add_generation_prompt=False)
         else:
             data = params.text("text").encode()
@@ -287,9 +270,15 @@ class KvdService:
         except TimeoutError:
             raise NotReady("the model is still loading", retry_after_s=5.0) from None
 
-    async def _text_parts(self) -> tuple[TextCodec, ChatTemplate]:
+    async def _chat_template(self) -> ChatTemplate:
+        _, template = await self._text_parts()
+        if template is None:
+            raise Unsupported("the model has no chat template; use generate with the agent's whole text")
+        return template
+
+    async def _text_parts(self) -> tuple[TextCodec, ChatTemplate | None]:
         await self._wait_ready()
-        assert self._codec is not None and self._template is not None
+        assert self._codec is not None
         return self._codec, self._template
 
 

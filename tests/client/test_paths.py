@@ -70,4 +70,5 @@ def test_limits_leave_room_for_the_zero() -> None:
 def test_the_start_command_names_what_is_not_default(tmp_path: Path) -> None:
     """The command of an error message starts the daemon that would answer there."""
     assert paths.start_command(paths.default_socket()) == "kvd serve"
+    assert paths.start_command(tmp_path / "kvd.sock") == f"kvd serve --data-dir {tmp_path}"
     assert paths.start_command(Path("/a b/s.sock")) == "kvd serve --socket '/a b/s.sock'"

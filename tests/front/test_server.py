@@ -51,9 +51,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(short_tmp: Path) -> Path:
     """A socket path in a folder that does not exist yet."""
-    return tmp_path / "run" / "s"
+    return short_tmp / "run" / "s"
 
 
 @on_loop
@@ -233,12 +233,13 @@ async def test_messages_over_the_limit_are_refused(path: Path) -> None:
         assert "10000 bytes" in last[2][0]["message"]
 
 
+@pytest.mark.parametrize("kind", ["text", "tool_call"])
 @on_loop
-async def test_a_slow_reader_is_closed_and_its_calls_cancelled(path: Path) -> None:
-    """A peer that does not read what cannot be merged is closed at the cap, with the reason, and bounded memory."""
+async def test_a_slow_reader_is_closed_and_its_calls_cancelled(path: Path, kind: str) -> None:
+    """A peer that does not read is closed at the cap, with the reason, whether or not its messages can be merged."""
     limits = FrontLimits(max_unread_bytes=100_000, linger_s=30.0)
     async with running(path, limits=limits) as (server, service, log), RawPeer(path) as peer:
-        peer.send([0, 1, "test.flood", [{"events": 10**9, "bytes": 500, "type": "tool_call"}]])
+        peer.send([0, 1, "test.flood", [{"events": 10**9, "bytes": 500, "type": kind}]])
         await until(lambda: server.statistics().slow_readers == 1)
         await until(lambda: service.cancelled == ["flood"])
         assert log.named("slow_reader")[0]["limit_bytes"] == 100_000

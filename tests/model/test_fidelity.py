@@ -1,4 +1,4 @@
-"""SmolLM2, converted, computes what the GGUF file says: against a plain numpy forward pass of the file's own weights."""
+"""SmolLM2, converted, computes what the GGUF file says: against a plain numpy pass of its own weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvd.model.loader import LoadedModel, load
 from kvd.model.registry import ModelFolder
 
 LOGIT_TOLERANCE = 5e-4
-"""Largest difference of a logit. Both sides are float32 and sum in another order over 30 layers; logits are about 10."""
+"""Largest difference of a logit. Both sides are float32 and sum in another order over 30 layers."""
 
 
 class PlainLlama:

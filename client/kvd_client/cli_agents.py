@@ -1,0 +1,205 @@
+"""Commands about agents and the daemon."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from kvd_client.cli_common import EXIT_FAILED, Session, print_facts, print_table, with_session
+from kvd_client.results import AgentInfo, Health, Statistics
+
+AGENT_COLUMNS = ("agent", "namespace", "tokens", "resident_bytes", "swapped_pages", "pinned", "durable", "kv_format")
+
+
+def _flat(result: AgentInfo | Health | Statistics) -> dict[str, Any]:
+    """A result as one map, the fields that only the daemon knows included."""
+    known = asdict(result)
+    rest: dict[str, Any] = known.pop("server")
+    return {**known, **rest}
+
+
+@click.command()
+@with_session
+def agents(session: Session, /) -> None:
+    """List the agents, of all namespaces or of --namespace.
+
+    Example: kvd-client agents --json
+    """
+    print_table(session, [_flat(agent) for agent in session.client.agents(session.namespace)], AGENT_COLUMNS)
+
+
+@click.command()
+@click.argument("agent")
+@with_session
+def show(session: Session, /, agent: str) -> None:
+    """Show everything about AGENT.
+
+    Example: kvd-client show alice
+    """
+    print_facts(session, _flat(session.client.agent_info(agent)))
+
+
+@click.command()
+@click.argument("agent")
+@click.argument("new_agent")
+@click.option("--tokens", type=click.IntRange(0), help="Share only the first tokens [default: all].")
+@with_session
+def fork(session: Session, /, agent: str, new_agent: str, tokens: int | None) -> None:
+    """Make NEW_AGENT from AGENT; they share their pages until they differ.
+
+    Example: kvd-client fork alice bob --tokens 512
+    """
+    print_facts(session, _flat(session.client.fork(agent, new_agent, tokens)))
+
+
+@click.command()
+@click.argument("agent")
+@click.argument("tokens", type=click.IntRange(0))
+@with_session
+def rollback(session: Session, /, agent: str, tokens: int) -> None:
+    """Cut AGENT to its first TOKENS tokens.
+
+    Example: kvd-client rollback alice 512
+    """
+    print_facts(session, _flat(session.client.rollback(agent, tokens)))
+
+
+@click.command()
+@click.argument("agent")
+@with_session
+def pin(session: Session, /, agent: str) -> None:
+    """Load AGENT's pages and keep them in RAM.
+
+    Example: kvd-client pin alice
+    """
+    print_facts(session, _flat(session.client.pin(agent)))
+
+
+@click.command()
+@click.argument("agent")
+@with_session
+def unpin(session: Session, /, agent: str) -> None:
+    """Let AGENT's pages be evicted again.
+
+    Example: kvd-client unpin alice
+    """
+    print_facts(session, _flat(session.client.unpin(agent)))
+
+
+@click.command()
+@click.argument("agent")
+@with_session
+def prefetch(session: Session, /, agent: str) -> None:
+    """Load AGENT's pages while there is room, as a hint before a call.
+
+    Example: kvd-client prefetch alice
+    """
+    print_facts(session, _flat(session.client.prefetch(agent)))
+
+
+@click.command()
+@click.argument("agent")
+@with_session
+def evict(session: Session, /, agent: str) -> None:
+    """Write AGENT's pages to disk and free their RAM.
+
+    Example: kvd-client evict alice
+    """
+    print_facts(session, _flat(session.client.evict(agent)))
+
+
+@click.command()
+@click.argument("agent")
+@with_session
+def rm(session: Session, /, agent: str) -> None:
+    """Forget AGENT, in RAM and on disk.
+
+    Example: kvd-client rm alice
+    """
+    session.client.delete(agent)
+    print_facts(session, {"agent": agent, "deleted": True})
+
+
+@click.command()
+@click.argument("agent", required=False)
+@with_session
+def residency(session: Session, /, agent: str | None) -> None:
+    """Show which pages are in RAM, on disk or under way, of AGENT or of all agents.
+
+    Example: kvd-client residency alice --json
+    """
+    print_facts(session, session.client.residency(agent))
+
+
+@click.command()
+@with_session
+def stats(session: Session, /) -> None:
+    """Print the daemon's figures since its start.
+
+    Example: kvd-client stats --json
+    """
+    print_facts(session, _flat(session.client.statistics()))
+
+
+@click.command()
+@with_session
+def health(session: Session, /) -> None:
+    """Say whether the daemon can generate now; exit code 0 only then.
+
+    Example: kvd-client health && echo ready
+    """
+    result = session.client.health()
+    print_facts(session, _flat(result))
+    if not result.ready:
+        raise SystemExit(EXIT_FAILED)
+
+
+@click.command()
+@with_session
+def model(session: Session, /) -> None:
+    """Describe the model that the daemon has loaded.
+
+    Example: kvd-client model --json
+    """
+    print_facts(session, session.client.model_info())
+
+
+@click.command()
+@with_session
+def drain(session: Session, /) -> None:
+    """Let the daemon finish what runs and take no new work.
+
+    Example: kvd-client drain
+    """
+    print_facts(session, session.client.drain())
+
+
+@click.command()
+@with_session
+def shutdown(session: Session, /) -> None:
+    """Stop the daemon; what is committed stays.
+
+    Example: kvd-client shutdown
+    """
+    print_facts(session, session.client.shutdown())
+
+
+AGENT_COMMANDS: tuple[click.Command, ...] = (
+    agents,
+    show,
+    fork,
+    rollback,
+    pin,
+    unpin,
+    prefetch,
+    evict,
+    rm,
+    residency,
+    stats,
+    health,
+    model,
+    drain,
+    shutdown,
+)

@@ -1,0 +1,174 @@
+"""What all commands share: the options that find the daemon, exit codes, and printing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from kvd_client.client import Client
+from kvd_client.errors import DaemonUnreachable, KvdClientError, RemoteError
+from kvd_client.paths import resolve_socket
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """The shared options as given before the command's name."""
+
+    data_dir: str | None = None
+    socket: str | None = None
+    namespace: str | None = None
+    json: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> Defaults:
+        """From click's parameters."""
+        text = {key: str(given[key]) for key in ("data_dir", "socket", "namespace") if given.get(key) is not None}
+        return cls(**text, json=bool(given.get("as_json")))
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The shared options in effect for one command.
+
+    Attributes:
+        client: not yet connected.
+        namespace: as asked for, None when nothing was said.
+        json: print JSON.
+    """
+
+    client: Client
+    namespace: str | None
+    json: bool
+
+
+def shared_options(command: F) -> F:
+    """Add --data-dir, --socket, --namespace and --json, which may stand before or after the command's name."""
+    options: tuple[Callable[[F], F], ...] = (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option("--namespace", metavar="NAME", help="Sharing domain of the agents [default: default]."),
+        click.option("--socket", metavar="PATH", help="The daemon's socket [env: KVD_SOCKET]."),
+        click.option(
+            "--data-dir", metavar="DIR", help="The daemon's data folder, which holds its socket [env: KVD_DATA_DIR]."
+        ),
+    )
+    for option in options:
+        command = option(command)
+    return command
+
+
+def with_session(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the shared options and, as its first argument, the `Session` they make."""
+
+    @click.pass_context
+    def run(context: click.Context, /, **given: Any) -> None:  # noqa: ANN401  (click's parameters)
+        outer = context.obj if isinstance(context.obj, Defaults) else Defaults()
+        inner = Defaults.of(given)
+        for key in ("data_dir", "socket", "namespace", "as_json"):
+            given.pop(key)
+        here = bool(inner.socket or inner.data_dir)  # what stands nearer to the command wins as a whole
+        where = inner if here else outer
+        namespace = inner.namespace or outer.namespace
+        socket = resolve_socket(where.socket, where.data_dir)
+        with Client(socket, namespace=namespace or "default") as client:
+            command(Session(client, namespace, inner.json or outer.json), **given)
+
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    run.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
+    return shared_options(run)
+
+
+class ErrorExits(click.Group):
+    """A group whose commands end with the documented exit codes and one line on stderr."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  (click's signature)
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except DaemonUnreachable as error:
+            _report(error.message)
+            ctx.exit(EXIT_UNREACHABLE)
+        except KvdClientError as error:
+            _report(describe(error))
+            ctx.exit(EXIT_FAILED)
+        except KeyboardInterrupt:
+            _report("interrupted; the call was cancelled")
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+def _report(message: str) -> None:
+    click.echo(f"kvd-client: {message}", err=True)
+
+
+def describe(error: KvdClientError) -> str:
+    """One line: name, message, facts, and when to try again."""
+    if not isinstance(error, RemoteError):
+        return error.message
+    facts = ", ".join(f"{key}={value}" for key, value in error.data.items())
+    retry = "" if error.retry_after_s is None else f"; try again in {error.retry_after_s:g} s"
+    return f"{error.name}: {error.message}{f' ({facts})' if facts else ''}{retry}"
+
+
+def write_text(text: str) -> None:
+    """Write text to stdout as UTF-8, nothing added, whatever the locale."""
+    stream = click.get_binary_stream("stdout")
+    stream.write(text.encode())
+    stream.flush()
+
+
+def print_json(value: object) -> None:
+    """Write one JSON value and a line end to stdout."""
+    write_text(json.dumps(value, ensure_ascii=False, default=_as_text) + "\n")
+
+
+def _as_text(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def print_facts(session: Session, facts: Mapping[str, object]) -> None:
+    """Print a map: as JSON, or a line for each entry."""
+    if session.json:
+        print_json(facts)
+        return
+    width = max((len(key) for key in facts), default=0)
+    for key, value in facts.items():
+        shown = json.dumps(value, ensure_ascii=False, default=_as_text) if isinstance(value, dict | list) else value
+        click.echo(f"{key:<{width}}  {show(key, shown)}")
+
+
+def print_table(session: Session, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
+    """Print rows: as JSON with all fields, or as a table of some."""
+    if session.json:
+        print_json(list(rows))
+        return
+    table = [list(columns), *([str(show(column, row.get(column, ""))) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    for line in table:
+        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def show(key: str, value: object) -> object:
+    """A value for people: bytes with a unit, yes and no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.endswith("_bytes") and isinstance(value, int) and value >= 10_000:
+        number, units = float(value), iter(("kB", "MB", "GB", "TB"))
+        unit = "B"
+        while number >= 1000 and (larger := next(units, None)):
+            number, unit = number / 1000, larger
+        return f"{value} ({number:.1f} {unit})"
+    return "" if value is None else value
+
+
+def is_terminal() -> bool:
+    """Whether stdout is a terminal."""
+    return sys.stdout.isatty()

@@ -1,0 +1,231 @@
+"""Commands that make or take text: generate, chat, inject, tokenize."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from kvd_client.calls import ChatOptions, Options
+from kvd_client.cli_common import F, Session, is_terminal, print_facts, print_json, with_session, write_text
+from kvd_client.client import GenerateStream
+from kvd_client.results import GenerateResult
+from kvd_client.stream import Text
+
+END_FIELDS = (
+    "text",
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "match",
+    "match_reason",
+    "ttft_s",
+    "durable",
+    "agent",
+)
+"""What `generate --json` and `chat --json` print, in this order."""
+
+
+def sampling_options(command: F) -> F:
+    """Add the options of `generate` and `chat`; those that are not given have the daemon's defaults."""
+    options: tuple[Callable[[F], F], ...] = (
+        click.option("--no-stream", is_flag=True, help="Print the text when it is complete, not as it is made."),
+        click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."),
+        click.option("--seed", type=int, help="Makes sampling repeatable."),
+        click.option("--repetition-penalty", type=float, help="1 is off [default: 1]."),
+        click.option("--min-p", type=click.FloatRange(0, 1), help="Least probability relative to the best."),
+        click.option("--top-k", type=click.IntRange(0), help="Keep the most likely tokens; 0 keeps all."),
+        click.option("--top-p", type=click.FloatRange(0, 1), help="Nucleus sampling [default: 1, off]."),
+        click.option("--temperature", type=click.FloatRange(0), help="0 is greedy [default: 0]."),
+        click.option("--max-tokens", type=click.IntRange(0), help="Most new tokens [default: 256]."),
+    )
+    for option in options:
+        command = option(command)
+    return command
+
+
+def source_options(command: F) -> F:
+    """Add the ways to give a text: --text, --file and the argument `-`."""
+    options: tuple[Callable[[F], F], ...] = (
+        click.option("--file", "file", type=click.Path(exists=True, dir_okay=False), help="Read the text from a file."),
+        click.option("--text", "text", help="The text."),
+        click.argument("source", required=False, metavar="[-]"),
+    )
+    for option in options:
+        command = option(command)
+    return command
+
+
+def read_source(source: str | None, text: str | None, file: str | None) -> str:
+    """The one text that was given, its bytes unchanged.
+
+    Raises:
+        click.UsageError: none or several were given, or the bytes are not UTF-8.
+    """
+    if source not in (None, "-"):
+        raise click.UsageError(f"unexpected argument {source!r}; the text is given by --text, --file or - (stdin)")
+    if sum(given is not None for given in (source, text, file)) != 1:
+        raise click.UsageError("give the text exactly once: by --text T, by --file F, or by - for stdin")
+    if text is not None:
+        data, name = text.encode("utf-8", "surrogateescape"), "--text"
+    elif file is not None:
+        data, name = Path(file).read_bytes(), file
+    else:
+        data, name = click.get_binary_stream("stdin").read(), "stdin"
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise click.UsageError(f"{name} is not UTF-8: byte 0x{byte:02x} at offset {error.start}") from error
+
+
+def read_messages(messages: tuple[str, ...], system: str | None, file: str | None) -> list[dict[str, Any]]:
+    """The conversation: the system text, the messages of the file, then one user message for each --message.
+
+    Raises:
+        click.UsageError: there is none, or the file is not a JSON list of messages.
+    """
+    found: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    if file is not None:
+        try:
+            loaded = json.loads(Path(file).read_bytes())
+        except ValueError as error:
+            raise click.UsageError(f"{file} is not JSON: {error}") from error
+        if not isinstance(loaded, list) or not all(isinstance(one, dict) and "role" in one for one in loaded):
+            raise click.UsageError(f'{file} must hold a list of messages, each {{"role": ..., "content": ...}}')
+        found += loaded
+    elif not messages:
+        raise click.UsageError("give at least one --message or a --messages-file")
+    return found + [{"role": "user", "content": message} for message in messages]
+
+
+def run_stream(session: Session, begin: Callable[[], GenerateStream], *, no_stream: bool) -> None:
+    """Print a generation: one JSON object at its end, or the text as it is made and a summary on stderr."""
+    with begin() as stream:
+        if not session.json and not no_stream:
+            for event in stream:
+                if isinstance(event, Text):
+                    write_text(event.text)
+        result = stream.result
+    if session.json:
+        print_json({name: getattr(result, name) for name in END_FIELDS})
+        return
+    if no_stream:
+        write_text(result.text)
+    if is_terminal():
+        click.echo()
+    click.echo(summary(result), err=True)
+
+
+def summary(result: GenerateResult) -> str:
+    """One line about a generation."""
+    ttft = "" if result.ttft_s is None else f", first token after {result.ttft_s:.3f} s"
+    match = f"{result.match} ({result.match_reason})" if result.match_reason else result.match
+    durable = "durable" if result.durable else f"NOT durable ({result.durable_reason or 'no reason given'})"
+    return (
+        f"[{result.agent}: {result.completion_tokens} tokens, {result.finish_reason}; prompt {result.prompt_tokens} "
+        f"tokens, {result.cached_tokens} reused, match {match}{ttft}; {durable}]"
+    )
+
+
+def _options(given: dict[str, Any]) -> Options:
+    """Sampling options that were given; `stop` is many."""
+    chosen = {key: value for key, value in given.items() if value is not None and value != ()}
+    return cast(Options, chosen)
+
+
+@click.command()
+@click.argument("agent")
+@source_options
+@sampling_options
+@with_session
+def generate(
+    session: Session,
+    /,
+    agent: str,
+    source: str | None,
+    text: str | None,
+    file: str | None,
+    no_stream: bool,
+    **sampling: Any,  # noqa: ANN401  (click's parameters)
+) -> None:
+    """Continue AGENT's text.
+
+    The text is the agent's whole text so far, its bytes unchanged: what the agent has already is not computed again.
+    Give it by --text, by --file, or by `-` for stdin. The new text is printed as it is made; with --json one object is
+    printed at the end and nothing else.
+
+    Example: kvd-client generate alice --text "Once upon a time" --max-tokens 40 --json
+    """
+    prompt = read_source(source, text, file)
+    options = _options({**sampling, "stream": not no_stream})
+    run_stream(session, lambda: session.client.generate_stream(agent, prompt, **options), no_stream=no_stream)
+
+
+@click.command()
+@click.argument("agent")
+@click.option("--message", "messages", metavar="TEXT", multiple=True, help="A user message; may be repeated.")
+@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option(
+    "--messages-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON list of the conversation so far, before --message.",
+)
+@sampling_options
+@with_session
+def chat(
+    session: Session,
+    /,
+    agent: str,
+    messages: tuple[str, ...],
+    system: str | None,
+    messages_file: str | None,
+    no_stream: bool,
+    **sampling: Any,  # noqa: ANN401  (click's parameters)
+) -> None:
+    """Answer the last message of AGENT's conversation.
+
+    The conversation is whole each time: the system message, what --messages-file holds, then each --message as a user
+    message. Output is as of `generate`.
+
+    Example: kvd-client chat alice --system "Be brief." --message "What is a page table?"
+    """
+    conversation = read_messages(messages, system, messages_file)
+    options = cast(ChatOptions, _options({**sampling, "stream": not no_stream}))
+    run_stream(session, lambda: session.client.chat_stream(agent, conversation, **options), no_stream=no_stream)
+
+
+@click.command()
+@click.argument("agent")
+@source_options
+@with_session
+def inject(session: Session, /, agent: str, source: str | None, text: str | None, file: str | None) -> None:
+    """Append text to AGENT and compute it without generating.
+
+    Example: kvd-client inject alice --file handbook.txt
+    """
+    result = session.client.inject(agent, read_source(source, text, file))
+    facts = {name: getattr(result, name) for name in ("agent", "tokens", "appended_tokens", "durable")}
+    print_facts(session, {**facts, **result.server})
+
+
+@click.command()
+@source_options
+@with_session
+def tokenize(session: Session, /, source: str | None, text: str | None, file: str | None) -> None:
+    """Print the model's token ids of a text.
+
+    Example: kvd-client tokenize --text "Hello" --json
+    """
+    tokens = session.client.tokenize(read_source(source, text, file))
+    if session.json:
+        print_json({"tokens": tokens})
+    else:
+        click.echo(" ".join(map(str, tokens)))
+
+
+TEXT_COMMANDS: tuple[click.Command, ...] = (generate, chat, inject, tokenize)

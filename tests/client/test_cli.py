@@ -1,0 +1,232 @@
+"""The commands, through click's runner and, for signals, a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from kvd_client.cli import cli
+from tests.front.service import WORDS, FakeService, serving
+
+COMMANDS = sorted(
+    ["chat", "generate", "inject", "agents", "show", "fork", "rollback", "pin", "unpin", "prefetch", "evict", "rm", "residency", "stats", "health", "model", "tokenize", "drain", "shutdown"]
+)
+END_FIELDS = [
+    "text",
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "match",
+    "match_reason",
+    "ttft_s",
+    "durable",
+    "agent",
+]
+
+
+@pytest.fixture
+def service(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
+    """A live server at the socket of KVD_DATA_DIR."""
+    monkeypatch.delenv("KVD_SOCKET", raising=False)
+    monkeypatch.setenv("KVD_DATA_DIR", str(short_tmp))
+    with serving(short_tmp / "kvd.sock") as service:
+        yield service
+
+
+def run(*args: str, stdin: bytes | None = None, code: int = 0) -> Result:
+    """Run a command and check its exit code."""
+    result = CliRunner().invoke(cli, list(args), input=stdin)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def printed(result: Result) -> Any:
+    """The one JSON value on stdout."""
+    return json.loads(result.stdout)
+
+
+def test_generate_ends_with_one_object(service: FakeService) -> None:
+    """`generate --json` prints exactly the documented object and nothing else on stdout."""
+    result = run("generate", "alice", "--text", "hi", "--max-tokens", "7", "--temperature", "0.5", "--json")
+    end = printed(result)
+    assert list(end) == END_FIELDS
+    assert (end["text"], end["agent"], end["durable"], end["match"]) == ("".join(WORDS), "alice", True, "extend")
+    assert 0 < end["ttft_s"] < 60
+    assert result.stderr == ""
+    assert "wörld" in result.stdout
+    assert service.calls[0][1]["max_tokens"] == 7
+    assert service.calls[0][1]["temperature"] == 0.5
+
+
+def test_generate_streams_text_and_sums_up_on_stderr(service: FakeService) -> None:
+    """Without --json stdout is the text alone, byte for byte; the summary is one line on stderr."""
+    for extra in ([], ["--no-stream"]):
+        result = run("generate", "alice", "--text", "hi", *extra)
+        assert result.stdout_bytes == "".join(WORDS).encode()
+        assert result.stderr.count("\n") == 1
+        assert "4 tokens, stop" in result.stderr
+        assert "1 reused" in result.stderr
+    assert [params["stream"] for _, params in service.calls] == [True, False]
+
+
+def test_the_text_has_one_source_with_its_bytes_unchanged(service: FakeService, tmp_path: Path) -> None:
+    """--text, --file and stdin give the same bytes, line ends and byte-order mark included."""
+    text = "\ufeffa\r\nb\n\n\u2028c "
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(text.encode())
+    run("generate", "a", "--text", text, "--json")
+    run("generate", "a", "--file", str(file), "--json")
+    run("generate", "a", "-", "--json", stdin=text.encode())
+    run("inject", "a", "-", "--json", stdin=text.encode())
+    assert [params["text"] for _, params in service.calls] == [text] * 4
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["generate", "a"], "exactly once"),
+        (["generate", "a", "-", "--text", "x"], "exactly once"),
+        (["generate", "a", "--text", "x", "--file", __file__], "exactly once"),
+        (["generate", "a", "prompt.txt"], "unexpected argument 'prompt.txt'"),
+        (["generate"], "AGENT"),
+        (["generate", "a", "--file", "/no/such/file"], "does not exist"),
+        (["generate", "a", "--text", "x", "--max-tokens", "-1"], "max-tokens"),
+        (["generate", "a", "--text", "x\udcff"], "not UTF-8: byte 0xff at offset 1"),
+        (["chat", "a"], "--message"),
+        (["chat", "a", "--messages-file", __file__], "not JSON"),
+        (["rollback", "a", "many"], "many"),
+        (["export", "a"], "No such command"),
+    ],
+)
+def test_wrong_usage_exits_with_2(service: FakeService, args: list[str], words: str) -> None:
+    """Usage errors say what is allowed, exit with 2, and never reach the daemon."""
+    assert words in run(*args, code=2).stderr
+    assert service.calls == []
+
+
+def test_stdin_must_be_utf8(service: FakeService) -> None:
+    """Bytes that are not UTF-8 are named with their offset."""
+    assert "stdin is not UTF-8: byte 0xff at offset 2" in run("generate", "a", "-", stdin=b"ab\xff", code=2).stderr
+    assert service.calls == []
+
+
+def test_chat_sends_the_whole_conversation(service: FakeService, tmp_path: Path) -> None:
+    """System message, the file's messages, then each --message as a user message; the end object is generate's."""
+    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    file = tmp_path / "history.json"
+    file.write_text(json.dumps(history))
+    args = ["--system", "Be brief.", "--messages-file", str(file), "--message", "one", "--message", "two"]
+    end = printed(run("chat", "alice", *args, "--stop", "A", "--stop", "B", "--json"))
+    assert list(end) == END_FIELDS
+    sent = service.calls[0][1]
+    assert sent["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        *history,
+        {"role": "user", "content": "one"},
+        {"role": "user", "content": "two"},
+    ]
+    assert sent["stop"] == ["A", "B"]
+    file.write_text('{"role": "user"}')
+    assert "list of messages" in run("chat", "alice", "--messages-file", str(file), code=2).stderr
+
+
+def test_facts_as_json_and_for_people(service: FakeService) -> None:
+    """Every command that prints facts prints them as JSON with --json, and readably without."""
+    assert [row["agent"] for row in printed(run("agents", "--json"))] == ["a", "b"]
+    assert "resident_bytes" in run("agents").stdout
+    assert printed(run("show", "a", "--json"))["created_s"] == 1.5
+    assert "kv_format" in run("show", "a").stdout
+    assert printed(run("fork", "a", "b", "--tokens", "5", "--json"))["agent"] == "b"
+    assert printed(run("rollback", "a", "5", "--json"))["tokens"] == 300
+    for command in ("pin", "unpin", "prefetch", "evict"):
+        assert printed(run(command, "a", "--json"))["agent"] == "a"
+    assert printed(run("rm", "a", "--json")) == {"agent": "a", "deleted": True}
+    assert printed(run("residency", "--json"))["agents"][0]["agent"] == "a"
+    assert printed(run("inject", "a", "--text", "x", "--json"))["appended_tokens"] == 5
+    assert printed(run("tokenize", "--text", "ab", "--json")) == {"tokens": [97, 98]}
+    assert run("tokenize", "--text", "ab").stdout == "97 98\n"
+    assert printed(run("model", "--json"))["name"] == "tiny"
+    assert printed(run("drain", "--json")) == {"draining": True}
+    assert printed(run("shutdown", "--json")) == {"stopping": True}
+    stats = printed(run("stats", "--json"))
+    assert {"budget_bytes", "resident_bytes", "peak_resident_bytes", "swap_bytes", "tokens_computed"} <= set(stats)
+
+
+def test_health_is_an_exit_code(service: FakeService) -> None:
+    """0 only when the daemon can generate; 1 while it is starting, with the reason."""
+    assert printed(run("health", "--json"))["ready"] is True
+    service.ready = False
+    result = run("health", code=1)
+    assert "loading the model" in result.stdout
+
+
+def test_failures_exit_with_1_and_one_line(service: FakeService) -> None:
+    """An error of the daemon is one line on stderr with its name, facts and when to try again; stdout is empty."""
+    result = run("generate", "busy", "--text", "x", "--json", code=1)
+    assert result.stdout == ""
+    assert result.stderr == "kvd-client: busy: the queue is full (queued=7); try again in 2.5 s\n"
+    assert "agent_not_found" in run("show", "missing", code=1).stderr
+
+
+def test_no_daemon_exits_with_3_and_the_command(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a daemon the exit code is 3 and the message has the command that starts the right one."""
+    monkeypatch.delenv("KVD_SOCKET", raising=False)
+    monkeypatch.delenv("KVD_DATA_DIR", raising=False)
+    result = run("generate", "a", "--text", "x", "--data-dir", str(short_tmp), code=3)
+    assert f"kvd serve --data-dir {short_tmp}" in result.stderr
+    monkeypatch.setenv("KVD_DATA_DIR", str(short_tmp))
+    assert run("health", code=3).stderr.rstrip().endswith("start it with: kvd serve")
+
+
+def test_where_the_daemon_is(service: FakeService, short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--socket and --data-dir stand before or after the command; what is nearer wins, and both win over variables."""
+    monkeypatch.setenv("KVD_DATA_DIR", "/nowhere")
+    monkeypatch.setenv("KVD_SOCKET", "/nowhere/s")
+    run("health", code=3)
+    run("health", "--data-dir", str(short_tmp))
+    run("--socket", str(short_tmp / "kvd.sock"), "health")
+    run("--socket", "/nowhere/x", "health", "--data-dir", str(short_tmp))
+    monkeypatch.setenv("KVD_SOCKET", str(short_tmp / "kvd.sock"))
+    run("health")
+    assert printed(run("--json", "--namespace", "x", "show", "a"))["namespace"] == "x"
+    assert printed(run("show", "a", "--json", "--namespace", "y"))["namespace"] == "y"
+
+
+def test_every_command_is_documented() -> None:
+    """Each command has a help text of its own, with an example that names it and the shared options."""
+    assert sorted(cli.commands) == COMMANDS
+    for name in COMMANDS:
+        text = run(name, "--help").stdout
+        assert f"kvd-client {name}" in text
+        for option in ("--data-dir", "--socket", "--namespace", "--json"):
+            assert option in text
+    assert isinstance(cli, click.Group)
+    assert "130" in run("--help").stdout
+
+
+def test_ctrl_c_cancels_and_exits_with_130(service: FakeService) -> None:
+    """SIGINT during a generation cancels it in the daemon; the exit code is 130 and there is no traceback."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvd_client.cli", "generate", "hangs", "--text", "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(os.environ),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(3) == "…".encode()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr
+    assert service.was_cancelled.wait(20)
