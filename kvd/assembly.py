@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
 from kvd.attention.select import ATTENTION_CHOICES, ShapeProbe, select_backend
@@ -22,6 +20,7 @@ from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
 from kvd.ids import AgentId, GroupId, Namespace, PageId
 from kvd.model import dispatch
+from kvd.model.forward import limit_buffer_cache
 from kvd.model.loader import LoadedModel, load
 from kvd.model.registry import resolve
 from kvd.model.spec import ModelCacheSpec
@@ -41,10 +40,6 @@ from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_thread import SwapThread
 from kvd.vm.events import PageRef, Pinned, SegmentImage, SpaceCreated, SpaceRestored
 from kvd.vm.pager import Pager
-
-MLX_CACHE_LIMIT_BYTES = 32_000_000
-"""MLX keeps freed buffers for reuse; beyond this they go back, so that the budget means what it says."""
-
 
 class Assembly:
     """Builds the engine's core. Used once.
@@ -71,7 +66,7 @@ class Assembly:
         """
         assert self.folder is not None
         settings = self._settings
-        mx.set_cache_limit(MLX_CACHE_LIMIT_BYTES)
+        limit_buffer_cache()
         loaded = load(resolve(settings.model, settings.model_dir))
         self.loaded = loaded
         dispatch.install(loaded.model)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from kvd.assembly import Assembly
@@ -19,7 +18,7 @@ from kvd.config import Settings
 from kvd.errors import KvdError
 from kvd.front.server import RpcServer
 from kvd.ops.lifecycle import Notifier, StopAction, handle_stop_signals, inherited_sockets
-from kvd.ops.logs import get_logger, setup_logging
+from kvd.ops.logs import RequestLine, get_logger, request_line, setup_logging
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.service import KvdService
 from kvd.store.fs import RealFileSystem
@@ -143,9 +142,9 @@ class Daemon:
         for notice in notices if isinstance(notices, list) else []:
             self._log.warning("notice", text=notice)
 
-    def _log_request(self, facts: Mapping[str, object]) -> None:
+    def _log_request(self, line: RequestLine) -> None:
         """The one canonical line of a request."""
-        self._log.info("request", **facts)
+        request_line(self._log, line)
 
     def _log_event(self, event: str, **facts: object) -> None:
         self._log.warning(event, **facts)

@@ -92,6 +92,8 @@ LAYERS = {
     "kvd.ops": Row("kvd.errors", "structlog"),
     # What people run. `cli` and `daemon` (with `assembly` and `formats`) are the only ones that wire everything.
     "kvd.bench": Row("kvd kvd_client", "click mlx numpy rich"),
+    # mlx-lm by itself, in a process of its own, to compare with.
+    "kvd.bench.reference": Row("kvd", "mlx mlx_lm"),
     "kvd.demo": Row("kvd kvd_client", "click rich"),
     "kvd.cli": Row("kvd kvd_client", "click rich platformdirs"),
     "kvd.cli_model": Row("kvd kvd_client", "click rich"),

@@ -3,7 +3,9 @@
 - `interface`: segments, rows, results, the backend protocol, merging by log-sum-exp.
 - `reference`: dequantise everything, softmax in float64: the oracle of every test.
 - `gather`: a tile of tokens out of the pool's pages, packed or dequantised.
-- `mlx_backend`: context in tiles, online softmax; numpy arithmetic on CPU, mlx operations on a GPU.
+- `mlx_backend`: walks the context in tiles with an online softmax.
+- `host_tiles`: a tile's arithmetic in numpy and BLAS, for CPU.
+- `device_tiles`: a tile's arithmetic in mlx operations, for GPUs.
 - `select`: which backend runs, after a self-test against `reference`.
 - `errors`: the package's error classes.
 

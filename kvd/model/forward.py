@@ -16,6 +16,15 @@ import numpy.typing as npt
 from kvd.model.cache import SequenceCache
 
 
+BUFFER_CACHE_BYTES = 32_000_000
+"""MLX keeps freed buffers for reuse; beyond this they go back, so that the budget means what it says."""
+
+
+def limit_buffer_cache() -> None:
+    """Bound MLX's cache of freed buffers for this process."""
+    mx.set_cache_limit(BUFFER_CACHE_BYTES)
+
+
 class Forward:
     """Runs a loaded mlx-lm model. Owner: the engine thread.
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvd.errors import Busy, Cancelled, Draining, InternalError, KvdError
 from kvd.ids import RequestId
+from kvd.ops.logs import RequestLine
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.jobs import run_job
 from kvd.scheduler.requests import JobRequest, Reply, TurnRequest, TurnResult
@@ -94,7 +95,7 @@ class Engine:
             callback for the swap thread's answers.
         max_queued: requests that may wait.
         on_ready: called on the engine thread once requests can run, or with the error that prevented it.
-        on_request_done: called with one dict of facts per request, for its log line.
+        on_request_done: called with the canonical log line of each request.
         check: verify the pager's conservation laws after each request.
     """
 
@@ -104,7 +105,7 @@ class Engine:
         *,
         max_queued: int,
         on_ready: Callable[[BaseException | None], None],
-        on_request_done: Callable[[Mapping[str, object]], None],
+        on_request_done: Callable[[RequestLine], None],
         check: bool = False,
     ) -> None:
         self._build = build
@@ -288,30 +289,32 @@ class Engine:
 
     def _answer(self, request_id: RequestId, result: object, error: KvdError | None) -> None:
         held = self._requests.pop(request_id)
-        self._on_request_done(self._facts(held, result, error))
+        self._on_request_done(self._line(held, result, error))
         held.reply(result.to_wire() if isinstance(result, TurnResult) else result, error)
 
-    def _facts(self, held: _Request, result: object, error: KvdError | None) -> dict[str, object]:
+    def _line(self, held: _Request, result: object, error: KvdError | None) -> RequestLine:
         assert self._core is not None
         request = held.request
-        facts: dict[str, object] = {
-            "request": request.request_id,
-            "operation": request.operation
-            if isinstance(request, JobRequest)
-            else ("inject" if request.append else "generate"),
-            "agent": str(request.ref),
-            "total_s": round(self._core.clock() - held.submitted_s, 4),
-        }
-        if isinstance(result, TurnResult):
-            names = ("prompt_tokens", "cached_tokens", "completion_tokens", "match", "finish_reason", "durable")
-            facts |= {name: getattr(result, name) for name in names}
-            facts |= {
-                name: round(getattr(result, name), 4) for name in ("queued_s", "swap_in_s", "prefill_s", "decode_s")
-            }
-            facts["swapped_in_pages"] = result.swapped_in_pages
-        if error is not None:
-            facts |= {"error": error.name, "message": error.message}
-        return facts
+        method = f"agent.{request.operation}" if isinstance(request, JobRequest) else "generate"
+        turn = result if isinstance(result, TurnResult) else None
+        return RequestLine(
+            method="inject" if isinstance(request, TurnRequest) and request.append else method,
+            outcome="ok" if error is None else error.name,
+            total_s=self._core.clock() - held.submitted_s,
+            request=int(request.request_id),
+            agent=request.ref.agent,
+            namespace=request.ref.namespace,
+            queued_s=turn.queued_s if turn is not None else None,
+            ttft_s=held.state.times.first_token_s if held.state is not None else None,
+            prompt_tokens=turn.prompt_tokens if turn is not None else None,
+            cached_tokens=turn.cached_tokens if turn is not None else None,
+            completion_tokens=turn.completion_tokens if turn is not None else None,
+            finish_reason=turn.finish_reason if turn is not None else None,
+            match=turn.match if turn is not None else None,
+            match_reason=turn.match_reason if turn is not None else None,
+            swapped_in_pages=turn.swapped_in_pages if turn is not None else None,
+            durable=turn.durable if turn is not None else None,
+        )
 
     def _tick(self) -> None:
         assert self._core is not None

@@ -21,6 +21,7 @@ from kvd.store.swap_ops import (
     WritePageOp,
 )
 from kvd.store.swap_store import SwapStore
+from tests.support.fast_tmp import fast_tmp  # noqa: F401  # a fixture
 from tests.support.lossy_disk import LossyFileSystem, SimulatedCrash
 from tests.support.store_data import (
     FINGERPRINT,
@@ -73,6 +74,17 @@ def content_of(agent: ModelAgent, group: int, page: object) -> bytes:
 def workload(fs: LossyFileSystem, ledger: Ledger, *, tidy: bool = True) -> None:
     """Two agents, turns that seal pages and turns that do not, compaction, deletion of one agent with its pages."""
     _, _, store = open_store(fs)
+    try:
+        script(fs, store, ledger)
+        if tidy:
+            store.close()
+        ledger.done = True
+    finally:
+        store._catalog.close()  # as the death of a process does: SQLite's locks go, nothing is committed
+
+
+def script(fs: LossyFileSystem, store: SwapStore, ledger: Ledger) -> None:
+    """The operations of `workload`."""
     ada = commit_turn(store, ledger, ModelAgent("ada"), 200)
     bob = commit_turn(store, ledger, ModelAgent("bob"), 300)
     ada = commit_turn(store, ledger, ada, 100)
@@ -87,10 +99,7 @@ def workload(fs: LossyFileSystem, ledger: Ledger, *, tidy: bool = True) -> None:
     for group in range(len(LAYOUTS)):
         for page in bob.pages[group]:
             perform(store, DeletePageOp(page.page_id))
-    ada = commit_turn(store, ledger, ada, 300)
-    if tidy:
-        store.close()
-    ledger.done = True
+    commit_turn(store, ledger, ada, 300)
 
 
 def check(fs: LossyFileSystem, ledger: Ledger) -> RecoveryReport:
@@ -135,8 +144,8 @@ def compare(store: SwapStore, agent: ModelAgent) -> None:
         assert tail.payload == agent.tail(group), tail.error
 
 
-def operations_of_workload(tmp_path: Path) -> int:
-    fs = LossyFileSystem(tmp_path / "count")
+def operations_of_workload(fast_tmp: Path) -> int:
+    fs = LossyFileSystem(fast_tmp / "count")
     ledger = Ledger()
     workload(fs, ledger)
     assert ledger.done
@@ -144,12 +153,12 @@ def operations_of_workload(tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("fate", CATALOG_FATES)
-def test_power_loss_at_every_operation_keeps_what_was_acknowledged(tmp_path: Path, fate: str) -> None:
+def test_power_loss_at_every_operation_keeps_what_was_acknowledged(fast_tmp: Path, fate: str) -> None:
     """P2 P3 P5 P6: whatever the catalog's fate, no acknowledged turn, page or byte of a tail is lost."""
-    total = operations_of_workload(tmp_path)
+    total = operations_of_workload(fast_tmp)
     crashes = 0
     for at in range(1, total + 1):
-        fs = LossyFileSystem(tmp_path / f"side-{at}", seed=at * 7919 + CATALOG_FATES.index(fate))
+        fs = LossyFileSystem(fast_tmp / f"side-{at}", seed=at * 7919 + CATALOG_FATES.index(fate))
         fs.crash_at = at
         fs.catalog_after_crash = fate
         ledger = Ledger()
@@ -161,10 +170,10 @@ def test_power_loss_at_every_operation_keeps_what_was_acknowledged(tmp_path: Pat
     assert crashes == total > 100
 
 
-def test_a_finished_workload_survives_a_crash_without_any_farewell(tmp_path: Path) -> None:
+def test_a_finished_workload_survives_a_crash_without_any_farewell(fast_tmp: Path) -> None:
     """P2: a stop has nothing left to do: without `close`, the last acknowledged turn is there."""
     for seed in range(20):
-        fs = LossyFileSystem(tmp_path / f"side-{seed}", seed=seed)
+        fs = LossyFileSystem(fast_tmp / f"side-{seed}", seed=seed)
         ledger = Ledger()
         workload(fs, ledger, tidy=False)
         fs.crash()
@@ -173,14 +182,14 @@ def test_a_finished_workload_survives_a_crash_without_any_farewell(tmp_path: Pat
         assert ("default", "bob") not in report.agents
 
 
-def test_recovery_killed_anywhere_can_be_run_again(tmp_path: Path) -> None:
+def test_recovery_killed_anywhere_can_be_run_again(fast_tmp: Path) -> None:
     """P5: recovery of a messy folder, killed at each of its operations, ends in the same state when run again."""
-    total = operations_of_workload(tmp_path)
+    total = operations_of_workload(fast_tmp)
     tried = 0
     for at in range(3, total, 5):
         step = 1
         while True:
-            fs = LossyFileSystem(tmp_path / f"side-{at}-{step}", seed=at)
+            fs = LossyFileSystem(fast_tmp / f"side-{at}-{step}", seed=at)
             fs.crash_at = at
             ledger = Ledger()
             with pytest.raises(SimulatedCrash):
@@ -199,11 +208,11 @@ def test_recovery_killed_anywhere_can_be_run_again(tmp_path: Path) -> None:
     assert tried > 50
 
 
-def test_recovery_twice_is_recovery_once(tmp_path: Path) -> None:
+def test_recovery_twice_is_recovery_once(fast_tmp: Path) -> None:
     """P8: a second run finds nothing left to do and the same agents."""
-    total = operations_of_workload(tmp_path)
+    total = operations_of_workload(fast_tmp)
     for at in range(1, total, 4):
-        fs = LossyFileSystem(tmp_path / f"side-{at}", seed=at)
+        fs = LossyFileSystem(fast_tmp / f"side-{at}", seed=at)
         fs.crash_at = at
         with pytest.raises(SimulatedCrash):
             workload(fs, Ledger())
@@ -220,9 +229,9 @@ def test_recovery_twice_is_recovery_once(tmp_path: Path) -> None:
         assert fs.live_files() == files
 
 
-def test_a_dry_run_changes_nothing_and_says_what_would_happen(tmp_path: Path) -> None:
+def test_a_dry_run_changes_nothing_and_says_what_would_happen(fast_tmp: Path) -> None:
     """P8: `kvd doctor` sees temporary files, orphans and torn logs without touching them."""
-    fs = LossyFileSystem(tmp_path / "side")
+    fs = LossyFileSystem(fast_tmp / "side")
     ledger = Ledger()
     workload(fs, ledger)
     folder, _, store = open_store(fs)
