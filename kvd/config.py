@@ -1,7 +1,7 @@
 """Settings of the daemon: validated once, here, at the edge; frozen ever after.
 
 Sources, strongest first: command line flags, environment variables (click reads both), defaults. May import kvd.errors,
-kvd.ops.sizes, kvd.quant.spec, kvd_client.paths.
+kvd.ops.logs, kvd.quant.spec.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.errors import CallerError
+from kvd.ops.logs import LEVELS as LOG_LEVELS
 from kvd.quant.spec import NAMED_FORMATS
 
 DEFAULT_BUDGET_BYTES = 10_200_000_000
@@ -17,7 +18,6 @@ DEFAULT_QUOTA_BYTES = 100_000_000_000
 DEFAULT_MODEL = "smollm2-135m"
 SHARING = ("agent",)
 ATTENTION = ("auto", "reference", "mlx")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 MIN_BUDGET_BYTES = 1_000_000
 
 

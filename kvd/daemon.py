@@ -109,7 +109,9 @@ class Daemon:
     async def _feed_watchdog(self) -> None:
         interval_s = self._notifier.watchdog_interval_s
         while interval_s is not None:
-            self._notifier.watchdog()
+            # a stuck engine must not be kept alive by a healthy event loop: no news from it, no sign of life
+            if time.monotonic() - self._engine.last_progress_s < interval_s * 2:
+                self._notifier.watchdog()
             await asyncio.sleep(interval_s)
 
     def _on_signal(self, action: StopAction) -> None:

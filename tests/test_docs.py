@@ -38,14 +38,17 @@ def commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Com
     """Every command and group under one, with what the user types."""
     yield path, command
     if isinstance(command, click.Group):
-        for name, inner in command.commands.items():
+        context = click.Context(command)  # a group may load its commands when they are asked for
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
             yield from commands(inner, f"{path} {name}")
 
 
 def all_commands() -> list[tuple[str, click.Command]]:
     """The commands of both programs."""
     from kvd.cli import main as daemon_main
-    from kvd_client.cli import main as client_main
+    from kvd_client.cli import cli as client_main
 
     return [*commands(daemon_main, "kvd"), *commands(client_main, "kvd-client")]
 

@@ -61,7 +61,7 @@ LAYERS = {
     "kvd.errors": Row(pure=True),
     "kvd.cores": Row(),
     "kvd.launcher": Row("kvd.cores"),
-    "kvd.config": Row("kvd.errors kvd.ops.sizes kvd.quant.spec kvd_client.paths"),
+    "kvd.config": Row("kvd.errors kvd.ops.logs kvd.quant.spec"),
     # Policy: no mlx, no numpy, no input or output, no threads, no clock.
     "kvd.vm": Row("kvd.ids kvd.errors kvd.quant.spec", pure=True),
     # Mechanism. Only the frame pool touches arrays, and those are numpy's.

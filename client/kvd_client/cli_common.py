@@ -120,9 +120,8 @@ def describe(error: KvdClientError) -> str:
 
 def write_text(text: str) -> None:
     """Write text to stdout as UTF-8, nothing added, whatever the locale."""
-    stream = click.get_binary_stream("stdout")
-    stream.write(text.encode())
-    stream.flush()
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
 
 
 def print_json(value: object) -> None:

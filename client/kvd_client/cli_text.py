@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -75,7 +76,7 @@ def read_source(source: str | None, text: str | None, file: str | None) -> str:
     elif file is not None:
         data, name = Path(file).read_bytes(), file
     else:
-        data, name = click.get_binary_stream("stdin").read(), "stdin"
+        data, name = sys.stdin.buffer.read(), "stdin"
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -105,14 +105,12 @@ class Transport:
 
     def is_usable(self) -> bool:
         """False when the connection is broken or the daemon has closed it; asked before a call is sent."""
-        with self._state:
+        with self._sending, self._state:  # nobody else sends or reads now: a mark that is set was left behind
             if self._failure is not None or self._half_read or self._half_sent:
                 return False
             if self._leading or self._inboxes:
                 return True
-            with suppress(OSError):
-                while self._socket_ready(select.POLLIN, 0):
-                    self._read()
+            self._drain()
             return self._failure is None
 
     def send_request(self, method: str, params: Mapping[str, object], timeout_s: float | None) -> int:
@@ -253,13 +251,13 @@ class Transport:
                 continue
             except OSError as error:
                 with self._state:
-                    self._drain_reason()
+                    self._drain()
                     failure = self._fail(self._lost(error.strerror or str(error)))
                 raise failure() from error
         self._half_sent = False
 
-    def _drain_reason(self) -> None:
-        """After a failed write: what the daemon said before it closed is still in the socket's buffer."""
+    def _drain(self) -> None:
+        """Read what is there already, the reason of a daemon that closed the connection perhaps; lock held."""
         with suppress(OSError):
             while not self._leading and self._failure is None and self._socket_ready(select.POLLIN, 0):
                 self._read()

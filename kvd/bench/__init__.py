@@ -6,4 +6,6 @@ itself, `text` gives technical English, `ttft` measures time to first token.
 May import anything of kvd and kvd_client; nothing of kvd imports it but the command line and the demo.
 """
 
-__all__: list[str] = []
+from kvd.bench.text import technical_english
+
+__all__ = ["technical_english"]

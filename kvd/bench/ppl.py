@@ -95,7 +95,7 @@ def run_ppl(
         InvalidParams: an unknown format, or too little text.
     """
     from kvd.attention import MlxBackend
-    from kvd.model.dispatch import install, uninstall
+    from kvd.model.dispatch import dispatching
     from kvd.quant.calibrate import CALIBRATION_WINDOWS, plain_caches, text_windows, window_loss
 
     reporter = progress if progress is not None else SilentReporter()
@@ -104,17 +104,14 @@ def run_ppl(
     scored = pieces[CALIBRATION_WINDOWS:]
     constants = _constants(loaded, formats, conditioning, pieces[:CALIBRATION_WINDOWS], reporter)
     reporter.stage("perplexity without quantisation", windows)
-    baseline = [window_loss(loaded.model, ids, plain_caches(loaded.spec), reporter) for ids in scored]
-    install(loaded.model)
-    try:
+    with dispatching(loaded.model):
+        baseline = [window_loss(loaded.model, ids, plain_caches(loaded.spec), reporter) for ids in scored]
         rows: list[PplRow] = []
         for name in formats:
             reporter.stage(f"perplexity of {name}", windows)
             losses, bytes_per_token = _measure(loaded, name, constants, scored, backend or MlxBackend(), reporter)
             rows.append(_row(loaded, name, baseline, losses, bytes_per_token, window_tokens))
-        return rows
-    finally:
-        uninstall(loaded.model)
+    return rows
 
 
 def _measure(

@@ -9,10 +9,10 @@
 - `template`: chat messages to typed text.
 - `fingerprint`: the digest that keys every cached page.
 - `loader`: the only door to mlx_lm.
-- `cache`, `dispatch`: the cache object and the attention hook that mlx_lm's models meet.
+- `cache`, `dispatch`, `forward`: the cache object and the attention hook that models meet, and the step that runs them.
 - `errors`: the package's errors.
 
-May import kvd.ids, kvd.errors, kvd.quant.spec and kvd.vm.text; mlx only inside `loader`, `pull`, `cache` and
+May import kvd.ids, kvd.errors, kvd.quant.spec and kvd.vm.text; mlx only inside `loader`, `pull`, `cache`, `forward` and
 `dispatch`. This file imports nothing heavy: `kvd.model.spec` is used by packages without mlx.
 """
 

@@ -28,7 +28,7 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
-from kvd.attention import AttentionBackend, AttentionOutput, Row, Segment, UnsupportedMask
+from kvd.attention import AttentionBackend, Row, Segment, UnsupportedMask
 from kvd.errors import InternalError, InvalidParams
 from kvd.ids import FrameId
 from kvd.model.errors import UnsupportedModel
@@ -107,8 +107,8 @@ class KvLayerCache:
         if batch != 1:
             raise InternalError(f"a sequence cache holds one sequence, not a batch of {batch}")
         start = self.offset
+        self._sequence.check_step(tokens)
         if not self._sequence.replaying:
-            self._sequence.check_step(tokens)
             self._write(keys, values, start)
         self._written_tokens = tokens
         total = start + tokens
@@ -145,7 +145,7 @@ class KvLayerCache:
         self._sequence.remember_mask(mask)
         return mask
 
-    def attend(self, queries: mx.array, *, scale: float, mask: Mask, sinks: mx.array | None = None) -> AttentionOutput:
+    def attend(self, queries: mx.array, *, scale: float, mask: Mask, sinks: mx.array | None = None) -> mx.array:
         """Attention of the step's queries over everything cached.
 
         Args:
@@ -153,6 +153,9 @@ class KvLayerCache:
             scale: factor of the scores.
             mask: what `make_mask` answered.
             sinks: mx [heads] or None.
+
+        Returns:
+            mx [1, heads, n, v_dim], evaluated.
 
         Raises:
             UnsupportedMask: `mask` is not this cache's.
@@ -170,7 +173,7 @@ class KvLayerCache:
             conditioning=self._conditioning,
             positions_start=positions_start,
         )
-        return self._sequence.backend.attend(
+        result = self._sequence.backend.attend(
             self._sequence.pool,
             queries,
             layer_index=self.layer_index,
@@ -179,6 +182,7 @@ class KvLayerCache:
             window=self._group.layer.window,
             sinks=sinks,
         )
+        return result.out
 
     def _write(self, keys: mx.array, values: mx.array, start: int) -> None:
         """Encode K and V [1, kv_heads, n, dim] and write them at positions start.., across pages."""
@@ -213,6 +217,10 @@ class SequenceCache:
         conditioning: operators by layer index in the model, for every layer whose format conditions its keys.
         tokens: tokens already computed (a restored space).
 
+    Attributes:
+        tokens: tokens whose KV exists.
+        replaying: True between `begin_replay` and `end_step`: nothing is written.
+
     Raises:
         UnsupportedModel: a layer's cache is not paged K and V.
         InvalidParams: layouts do not fit the spec, or constants are missing.
@@ -238,11 +246,11 @@ class SequenceCache:
         self.spec = spec
         self.backend = backend
         self.layouts = tuple(layouts)
-        self._tokens = tokens
+        self.tokens = tokens
         self._tables: list[tuple[FrameId, ...]] = [()] * len(groups)
         self._first_pages = [0] * len(groups)
         self._step_tokens = 0
-        self._replaying = False
+        self.replaying = False
         self._masks: list[mx.array] = []
         layers: dict[int, KvLayerCache] = {}
         for group, layout in zip(groups, layouts, strict=True):
@@ -258,19 +266,9 @@ class SequenceCache:
         return list(self._layers)
 
     @property
-    def tokens(self) -> int:
-        """Tokens whose KV exists."""
-        return self._tokens
-
-    @property
     def base_tokens(self) -> int:
         """Position of the running step's first token (`tokens` when none runs)."""
-        return self._tokens - 1 if self._replaying else self._tokens
-
-    @property
-    def replaying(self) -> bool:
-        """True between `begin_replay` and `end_step`: nothing is written."""
-        return self._replaying
+        return self.tokens - 1 if self.replaying else self.tokens
 
     def set_block_table(self, group: int, frames: Sequence[FrameId], *, first_page: int = 0) -> None:
         """Map frames to a group's pages.
@@ -290,7 +288,7 @@ class SequenceCache:
                 raise InternalError(f"frame {frame} does not have format {layout.format_id}")
         if first_page:
             window = self.spec.groups[group].layer.window
-            if window is None or first_page * PAGE_TOKENS > max(0, self._tokens - window):
+            if window is None or first_page * PAGE_TOKENS > max(0, self.tokens - window):
                 raise InternalError(f"group {group} needs tokens before page {first_page}")
         self._tables[group] = tuple(frames)
         self._first_pages[group] = first_page
@@ -304,7 +302,7 @@ class SequenceCache:
         self._check_idle()
         if n_tokens < 1:
             raise InternalError(f"a step has at least one token, not {n_tokens}")
-        self._check_mapped(self._tokens + n_tokens)
+        self._check_mapped(self.tokens + n_tokens)
         self._step_tokens = n_tokens
 
     def begin_replay(self) -> None:
@@ -314,11 +312,11 @@ class SequenceCache:
             InternalError: a step is running, there is no token, or a group lacks frames.
         """
         self._check_idle()
-        if self._tokens < 1:
+        if self.tokens < 1:
             raise InternalError("there is no token to replay")
-        self._check_mapped(self._tokens)
+        self._check_mapped(self.tokens)
         self._step_tokens = 1
-        self._replaying = True
+        self.replaying = True
 
     def end_step(self) -> None:
         """The model call is over: its tokens count (none after a replay).
@@ -329,16 +327,16 @@ class SequenceCache:
         if not self._step_tokens:
             raise InternalError("no step is running")
         behind = [layer.layer_index for layer in self._layers if layer.offset != self.base_tokens + self._step_tokens]
-        grown = 0 if self._replaying else self._step_tokens
+        grown = 0 if self.replaying else self._step_tokens
         self.abort_step()
         if behind:
             raise InternalError(f"layers {behind} wrote nothing in this step", layers=behind)
-        self._tokens += grown
+        self.tokens += grown
 
     def abort_step(self) -> None:
         """Forget the running step, if any; its tokens do not count and will be overwritten."""
         self._step_tokens = 0
-        self._replaying = False
+        self.replaying = False
         self._masks.clear()
         for layer in self._layers:
             layer.reset_step()
@@ -350,9 +348,9 @@ class SequenceCache:
             InternalError: a step is running, or there are not that many tokens.
         """
         self._check_idle()
-        if not 0 <= tokens <= self._tokens:
-            raise InternalError(f"cannot cut {self._tokens} tokens to {tokens}")
-        self._tokens = tokens
+        if not 0 <= tokens <= self.tokens:
+            raise InternalError(f"cannot cut {self.tokens} tokens to {tokens}")
+        self.tokens = tokens
 
     def check_step(self, tokens: int) -> None:
         """Raise InternalError unless a step of `tokens` tokens is running."""

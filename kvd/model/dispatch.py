@@ -1,23 +1,24 @@
-"""Routes the attention of a loaded mlx-lm model to kvd's backends.
+"""Routes the attention of a loaded mlx-lm model to caches that compute it themselves.
 
 mlx-lm's model files import `scaled_dot_product_attention` by name, so the function is replaced in the module whose code
 calls it: the one that defines the attention class, not the wrapper that was loaded (Gemma 3's text model lives in
-`gemma3_text`). Calls with any other cache type go to the original. Nothing else of mlx-lm is changed.
+`gemma3_text`). A cache with a method `attend` (`KvLayerCache`, and the caches of calibration) is asked; calls with any
+other cache go to the original. Nothing else of mlx-lm is changed.
 
-May import mlx, kvd.model.cache and errors.
+May import mlx and kvd.model.errors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Final
 
 import mlx.core as mx
 
-from kvd.model.cache import KvLayerCache
 from kvd.model.errors import UnsupportedModel
 
 _FUNCTION: Final = "scaled_dot_product_attention"
@@ -54,6 +55,18 @@ def uninstall(model: Any) -> None:  # noqa: ANN401
             setattr(module, _FUNCTION, original)
 
 
+@contextlib.contextmanager
+def dispatching(model: Any) -> Iterator[None]:  # noqa: ANN401
+    """The dispatcher is installed inside the block; afterwards everything is as it was before."""
+    before = {module: getattr(module, _FUNCTION) for module in attention_modules(model)}
+    install(model)
+    try:
+        yield
+    finally:
+        for module, function in before.items():
+            setattr(module, _FUNCTION, function)
+
+
 def attention_modules(model: Any) -> list[ModuleType]:  # noqa: ANN401
     """Modules that define the `__call__` of some submodule of the model and import the function by name."""
     found: dict[str, ModuleType] = {}
@@ -67,7 +80,7 @@ def attention_modules(model: Any) -> list[ModuleType]:  # noqa: ANN401
 
 
 def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """A function with the original's signature that answers for kvd caches itself."""
+    """A function with the original's signature that asks caches which can attend themselves."""
 
     @functools.wraps(original)
     def dispatch(
@@ -80,8 +93,9 @@ def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: mx.array | None = None,
         **other: Any,  # noqa: ANN401
     ) -> mx.array:
-        if isinstance(cache, KvLayerCache):
-            return cache.attend(queries, scale=scale, mask=mask, sinks=sinks).out
+        attend: Callable[..., mx.array] | None = getattr(cache, "attend", None)
+        if attend is not None:
+            return attend(queries, scale=scale, mask=mask, sinks=sinks)
         if sinks is not None:
             other["sinks"] = sinks
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **other)

@@ -5,7 +5,7 @@
 - `conditioning`: static key conditioning, its constants and their files; imports mlx, errors.
 - `simulate`: caches that quantise on write without pages, for calibration; imports mlx, codec, conditioning.
 - `calibration`: the result of calibration and its files; imports kvd.model.spec, codec, conditioning, spec.
-- `calibrate`: chooses a format for a model by perplexity; imports mlx, kvd.model (spec, loader, registry, progress).
+- `calibrate`: chooses a format for a model by perplexity; imports mlx, parts of kvd.model.
 - `errors`: the package's error classes; imports kvd.errors.
 
 Nothing here imports from vm, store, attention, scheduler or front.

@@ -7,7 +7,7 @@ in FP and then in each format, smallest first, with every key and value sent thr
 attended to. The first format that keeps the perplexity is chosen and stored beside the model
 (`kvd.quant.calibration`).
 
-May import mlx, numpy, this package and, of kvd.model, spec, loader, registry and progress.
+May import mlx, numpy, this package and, of kvd.model, spec, dispatch, loader, registry and progress.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.errors import InvalidParams
+from kvd.model.dispatch import dispatching
 from kvd.model.progress import Reporter, SilentReporter
 from kvd.model.registry import ModelFolder
 from kvd.model.spec import ModelCacheSpec
@@ -34,6 +35,9 @@ CANDIDATES: Final = ("q4", "q4c", "k8v4", "q8")
 
 RATIO_LIMIT: Final = 1.02
 """Greatest perplexity relative to FP that `auto` accepts."""
+
+HOPELESS_RATIO: Final = 1.1
+"""Beyond it a window is enough to reject a format: windows of one text differ by a few per cent at most."""
 
 WINDOW_TOKENS: Final = 1024
 CALIBRATION_WINDOWS: Final = 2
@@ -98,22 +102,22 @@ def calibrate_model(
     began = time.monotonic()
     windows = text_windows(loaded, CALIBRATION_WINDOWS + SCORED_WINDOWS, window_tokens)
     scored = windows[CALIBRATION_WINDOWS:]
-    conditioning = measure_conditioning(loaded, windows[:CALIBRATION_WINDOWS], reporter)
-    reporter.stage("perplexity without quantisation", len(scored))
-    losses = [window_loss(loaded.model, ids, plain_caches(loaded.spec), reporter) for ids in scored]
-    ppl_fp = float(np.exp(np.mean(losses)))
     scores: list[FormatScore] = []
-    for name in candidates:
-        score = _score(loaded, name, conditioning, scored, ppl_fp, reporter)
-        scores.append(score)
-        if score.ratio <= RATIO_LIMIT:
-            break
+    with dispatching(loaded.model):
+        conditioning = measure_conditioning(loaded, windows[:CALIBRATION_WINDOWS], reporter)
+        reporter.stage("perplexity without quantisation", len(scored))
+        baseline = [window_loss(loaded.model, ids, plain_caches(loaded.spec), reporter) for ids in scored]
+        for name in candidates:
+            score = _score(loaded, name, conditioning, scored, baseline, reporter)
+            scores.append(score)
+            if score.ratio <= RATIO_LIMIT:
+                break
     chosen = scores[-1] if scores[-1].ratio <= RATIO_LIMIT else min(scores, key=lambda score: score.ratio)
     result = Calibration(
         fingerprint=loaded.spec.fingerprint,
         codec_version=CODEC_VERSION,
         chosen=chosen.format,
-        ppl_fp=ppl_fp,
+        ppl_fp=float(np.exp(np.mean(baseline))),
         scored_tokens=sum(len(ids) - 1 for ids in scored),
         scores=tuple(scores),
         conditioning=conditioning,
@@ -152,10 +156,13 @@ def _score(
     name: str,
     conditioning: tuple[Conditioning, ...],
     windows: Sequence[Sequence[int]],
-    ppl_fp: float,
+    baseline: Sequence[float],
     reporter: Reporter,
 ) -> FormatScore:
-    """Perplexity of one format over `windows`."""
+    """Perplexity of one format over `windows`, of which `baseline` has the losses without quantisation.
+
+    A format that is far off after some windows is not scored on the rest.
+    """
     reporter.stage(f"perplexity of {name}", len(windows))
     losses: list[float] = []
     encoded_bytes, tokens = 0, 0
@@ -164,8 +171,10 @@ def _score(
         losses.append(window_loss(loaded.model, ids, caches, reporter))
         encoded_bytes += sum(cache.encoded_bytes for cache in caches)
         tokens += caches[0].offset
-    ppl = float(np.exp(np.mean(losses)))
-    return FormatScore(name, ppl, ppl / ppl_fp, encoded_bytes / tokens)
+        ratio = float(np.exp(np.mean(np.subtract(losses, baseline[: len(losses)]))))
+        if ratio > HOPELESS_RATIO:
+            break
+    return FormatScore(name, float(np.exp(np.mean(losses))), ratio, encoded_bytes / tokens)
 
 
 def plain_caches(spec: ModelCacheSpec) -> list[PlainCache]:

@@ -33,8 +33,8 @@ class FormatScore:
 
     Attributes:
         format: its name.
-        ppl: perplexity over all scored tokens.
-        ratio: `ppl` relative to FP on the same tokens.
+        ppl: perplexity over the tokens it was scored on.
+        ratio: relative to FP on the same tokens.
         bytes_per_token: KV bytes of one token over all layers, measured from what the codec made.
     """
 

@@ -174,9 +174,9 @@ def save_conditioning(constants: Conditioning, folder: Path) -> Path:
     path = conditioning_path(folder, constants.digest)
     if path.exists():
         return path
+    # No metadata: a damaged byte there would go unnoticed, since the digest covers the tensors only.
     payload = safetensors.numpy.save(
-        {"centre": np.ascontiguousarray(constants.centre), "scale": np.ascontiguousarray(constants.scale)},
-        metadata={"format": _MAGIC.decode(), "digest": constants.digest},
+        {"centre": np.ascontiguousarray(constants.centre), "scale": np.ascontiguousarray(constants.scale)}
     )
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

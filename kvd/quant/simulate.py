@@ -11,7 +11,9 @@ from typing import Literal
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
+from kvd.errors import InternalError
 from kvd.quant.codec import F32Array, decode, encode
 from kvd.quant.conditioning import LayerConditioning
 from kvd.quant.spec import LayerFormat, SideFormat
@@ -46,6 +48,42 @@ class PlainCache:
     def stored(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """What the cache keeps of new keys and values: here, themselves."""
         return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | Literal["causal"] | None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention over what is cached; called by `kvd.model.dispatch` when it is installed.
+
+        On CPU in numpy, whose exponential is 25 times as fast as mlx's there: most of a calibration's time otherwise.
+
+        Args:
+            queries: mx [1, heads, n, k_dim].
+            scale: factor of the scores.
+            mask: what `make_mask` answered.
+            sinks: mx [heads] or None.
+
+        Returns:
+            mx [1, heads, n, v_dim].
+        """
+        if self._keys is None or self._values is None:
+            raise InternalError("attention over an empty cache")
+        if sinks is not None or mx.default_device().type != mx.DeviceType.cpu:
+            return mx.fast.scaled_dot_product_attention(
+                queries, self._keys, self._values, scale=scale, mask=mask, sinks=sinks
+            )
+        length, tokens = queries.shape[2], self.offset
+        hidden = None
+        if isinstance(mask, mx.array):
+            hidden = ~np.array(mask)
+        elif mask == "causal":
+            hidden = np.arange(tokens)[None] > np.arange(tokens - length, tokens)[:, None]
+        q, k, v = (np.array(a.astype(mx.float32))[0] for a in (queries, self._keys, self._values))
+        return mx.array(_attention(q * np.float32(scale), k, v, hidden)[None]).astype(queries.dtype)
 
     def make_mask(
         self,
@@ -121,3 +159,26 @@ class SimulatedCache(PlainCache):
         encoded = encode(np.array(x.astype(mx.float32))[0], side)
         self.encoded_bytes += sum(part.nbytes for part in encoded)
         return mx.array(decode(*encoded, side)[None])
+
+
+def _attention(q: F32Array, k: F32Array, v: F32Array, hidden: npt.NDArray[np.bool_] | None) -> F32Array:
+    """Softmax attention, one KV head at a time.
+
+    Args:
+        q: float32 [heads, n, k_dim], scaled.
+        k: float32 [kv_heads, tokens, k_dim].
+        v: float32 [kv_heads, tokens, v_dim].
+        hidden: bool [n, tokens], True where a key is not visible; None when all are.
+    """
+    heads, length, dim = q.shape
+    kv_heads, tokens, v_dim = v.shape
+    grouped = q.reshape(kv_heads, -1, dim)
+    out = np.empty((kv_heads, grouped.shape[1], v_dim), np.float32)
+    for head in range(kv_heads):
+        scores = grouped[head] @ k[head].T
+        if hidden is not None:
+            np.copyto(scores.reshape(-1, length, tokens), -np.inf, where=hidden)
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        out[head] = (scores @ v[head]) / scores.sum(axis=-1, keepdims=True)
+    return out.reshape(heads, length, v_dim)

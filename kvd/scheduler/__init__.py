@@ -9,4 +9,8 @@ the way to the swap thread, `turn` one turn from matching to commit, `views` wha
 May import kvd.errors, kvd.ids, kvd.vm, kvd.store, kvd.quant, kvd.model, kvd.attention (types), kvd.ops.footprint.
 """
 
-__all__: list[str] = []
+from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest, TurnResult
+from kvd.scheduler.sampling import SamplingParams
+from kvd.scheduler.state import Scheduler
+
+__all__ = ["AgentRef", "JobRequest", "SamplingParams", "Scheduler", "TurnRequest", "TurnResult"]

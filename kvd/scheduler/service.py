@@ -124,9 +124,11 @@ class KvdService:
             prompt = TypedText(data, (Span("content", len(data)),) if data else ())
         if not prompt.data:
             raise InvalidParams("the text is empty; send at least one character", parameter="text")
+        codec, _ = await self._text_parts()
+        appended, _ = codec.encode_typed(prompt)
         result = await self._turn(params, context, prompt, append=True)
         if isinstance(result, dict):
-            result["tokens"] = result["prompt_tokens"]
+            result |= {"tokens": result["prompt_tokens"], "appended_tokens": len(appended)}
         return result
 
     async def _turn(self, params: Params, context: CallContext, prompt: TypedText, *, append: bool = False) -> object:
@@ -217,7 +219,7 @@ class KvdService:
         codec, _ = await self._text_parts()
         text = params.text("text")
         ids = codec.encode_content(text)
-        return {"ids": ids, "count": len(ids)}
+        return {"tokens": ids, "count": len(ids)}
 
     async def _hello(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("client", "protocol")

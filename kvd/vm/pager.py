@@ -328,10 +328,10 @@ class Pager:
         while self._hints:
             space = self._spaces[next(iter(self._hints))]
             for page in space.loadable():
-                if not self._transfers.can_start_load:
-                    return
-                if not self._budget.can_load(page.page_bytes):
+                if self._budget.shortage_bytes(page.page_bytes) > 0:
                     break  # A hint is worth free budget only; what does not fit now is not waited for.
+                if not (self._transfers.can_start_load and self._budget.can_load(page.page_bytes)):
+                    return
                 self._transfers.load(page)
                 self._transfers.counters.prefetches += 1
             del self._hints[space.space]

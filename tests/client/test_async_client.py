@@ -94,13 +94,13 @@ async def test_leaving_the_stream_cancels(path: Path) -> None:
         await until(lambda: len(service.cancelled) == 1)
         with pytest.raises(Cancelled):
             await stream.result()
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
             async with client.generate_stream("hangs", "x") as entered:
                 async for _ in entered:
                     _ = 1 // 0
         await until(lambda: len(service.cancelled) == 2)
         kept = client.generate_stream("hangs", "x")
-        with pytest.raises(Cancelled, match="by the client"):
+        with pytest.raises(Cancelled, match="by the client"):  # noqa: PT012
             async for _ in kept:
                 kept.cancel()
         assert (await client.health()).ready

@@ -18,9 +18,10 @@ from click.testing import CliRunner, Result
 from kvd_client.cli import cli
 from tests.front.service import WORDS, FakeService, serving
 
-COMMANDS = sorted(
-    ["chat", "generate", "inject", "agents", "show", "fork", "rollback", "pin", "unpin", "prefetch", "evict", "rm", "residency", "stats", "health", "model", "tokenize", "drain", "shutdown"]
-)
+TEXT_COMMANDS = ["chat", "generate", "inject", "tokenize"]
+AGENT_COMMANDS = ["agents", "evict", "fork", "pin", "prefetch", "residency", "rm", "rollback", "show", "unpin"]
+DAEMON_COMMANDS = ["drain", "health", "model", "shutdown", "stats"]
+COMMANDS = sorted(TEXT_COMMANDS + AGENT_COMMANDS + DAEMON_COMMANDS)
 END_FIELDS = [
     "text",
     "finish_reason",

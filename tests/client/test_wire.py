@@ -70,6 +70,7 @@ def test_codes_are_one_to_one_and_complete() -> None:
 
 
 @given(values)
+@settings(max_examples=60, deadline=None)
 def test_any_error_object_is_read_without_an_exception(value: object) -> None:
     """A peer's error of any shape becomes an ErrorObject."""
     error = ErrorObject.from_wire(value)
@@ -78,7 +79,7 @@ def test_any_error_object_is_read_without_an_exception(value: object) -> None:
 
 
 @given(st.lists(st.tuples(st.text(max_size=20), maps), min_size=1, max_size=5), st.data())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_messages_survive_any_split(requests: list[tuple[str, dict[str, object]]], data: st.DataObject) -> None:
     """However the stream is cut, the same requests come out in the same order."""
     client, server = Connection(), Connection()
@@ -94,7 +95,7 @@ def test_messages_survive_any_split(requests: list[tuple[str, dict[str, object]]
 
 
 @given(maps, values)
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_a_whole_call_both_ways(event: dict[str, object], result: object) -> None:
     """Request, stream event, result: both ends agree, and the id is free afterwards."""
     client, server = Connection(), Connection()
@@ -111,7 +112,7 @@ def test_a_whole_call_both_ways(event: dict[str, object], result: object) -> Non
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_garbage_is_events_or_a_protocol_error(data: bytes) -> None:
     """Random bytes never raise anything but ProtocolError, and the error stays."""
     wire = Connection(SMALL)
@@ -130,7 +131,7 @@ def test_garbage_is_events_or_a_protocol_error(data: bytes) -> None:
 
 
 @given(st.lists(values, min_size=3, max_size=4), st.integers(0, 400), st.integers(0, 255))
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_a_flipped_byte_is_never_a_crash(message: list[object], where: int, byte: int) -> None:
     """A message with one byte changed is understood, waits for more, or is a ProtocolError."""
     data = bytearray(pack([0, 1, "m", [{"k": message}]]))

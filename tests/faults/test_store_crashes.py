@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from kvd.store.fs import folder_bytes, is_temp_name
+from kvd.store.records import PageEntry
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import RecoveryReport
 from kvd.store.swap_ops import (
@@ -21,7 +23,6 @@ from kvd.store.swap_ops import (
     WritePageOp,
 )
 from kvd.store.swap_store import SwapStore
-from tests.support.fast_tmp import fast_tmp  # noqa: F401  # a fixture
 from tests.support.lossy_disk import LossyFileSystem, SimulatedCrash
 from tests.support.store_data import (
     FINGERPRINT,
@@ -30,11 +31,18 @@ from tests.support.store_data import (
     ModelAgent,
     header_of,
     layouts,
+    memory_folder,
     open_store,
 )
 
 HALF = ".page.0123456789ab.tmp"
 CATALOG_FATES = ("keep", "delete", "older", "garbage")
+
+
+@pytest.fixture
+def fast_tmp() -> Iterator[Path]:
+    """Where the catalogs lie."""
+    yield from memory_folder()
 
 
 @dataclass
@@ -51,6 +59,7 @@ class Ledger:
 
 
 def perform(store: SwapStore, op: SwapOp) -> None:
+    """Do it; it must succeed."""
     result = store.perform(op)
     assert result.error is None, result.error
 
@@ -66,7 +75,8 @@ def commit_turn(store: SwapStore, ledger: Ledger, agent: ModelAgent, tokens: int
     return after
 
 
-def content_of(agent: ModelAgent, group: int, page: object) -> bytes:
+def content_of(agent: ModelAgent, group: int, page: PageEntry) -> bytes:
+    """What the page's file must hold."""
     number = page.runs[0].start // 256
     return agent.page_bytes(group, number)
 
@@ -145,6 +155,7 @@ def compare(store: SwapStore, agent: ModelAgent) -> None:
 
 
 def operations_of_workload(fast_tmp: Path) -> int:
+    """How many operations of the disk the whole workload takes."""
     fs = LossyFileSystem(fast_tmp / "count")
     ledger = Ledger()
     workload(fs, ledger)

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 from kvd.errors import AgentNotFound, Busy, Cancelled, InvalidParams
@@ -40,7 +40,7 @@ class FakeService:
     """What the tests call: the documented methods with made-up figures, and `test.*` for faults.
 
     `calls` has each (method, params) in order, `cancelled` the agents whose calls were cancelled. Threads of a test
-    may wait on `was_cancelled` and `has_begun`.
+    may wait on `was_cancelled`, on `has_begun`, and take `begun` once for each call that hangs.
     """
 
     def __init__(self) -> None:
@@ -49,6 +49,7 @@ class FakeService:
         self.cancelled: list[str] = []
         self.was_cancelled = Event()
         self.has_begun = Event()
+        self.begun = Semaphore(0)
         self.ready = True
         self.gate = asyncio.Event()
 
@@ -103,6 +104,7 @@ class FakeService:
             context.emit({"type": "first_token"})
             context.emit({"type": "text", "text": "…"})
         self.has_begun.set()
+        self.begun.release()
         await stopped
         self.cancelled.append(agent)
         self.was_cancelled.set()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 import msgpack
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvd
@@ -90,6 +90,7 @@ def test_a_fine_name_travels_with_its_family() -> None:
         max_leaves=10,
     )
 )
+@settings(deadline=None)
 def test_any_data_can_be_sent(value: object) -> None:
     """Whatever an exception carries as data, its error can be packed."""
     assert msgpack.packb(plain(value)) is not None

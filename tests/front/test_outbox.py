@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgpack
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.front.outbox import Outbox
@@ -25,6 +25,7 @@ def encode(request_id: int, event: Mapping[str, object]) -> bytes:
 
 
 @given(steps)
+@settings(deadline=None)
 def test_nothing_is_lost_or_reordered(steps: list[tuple[int, str, str]]) -> None:
     """Per call, text comes out whole and in order among the other events; the count of bytes returns to zero."""
     outbox = Outbox(encode)

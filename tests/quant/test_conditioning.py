@@ -104,7 +104,7 @@ def test_constants_survive_the_disk(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("offset", [-1, -700, 40])
+@pytest.mark.parametrize("offset", [-1, -700, 20, 40, 70, 90])
 def test_a_flipped_bit_is_noticed(tmp_path: Path, offset: int) -> None:
     """P4: damage in data or header raises; constants are never used unverified."""
     path = save_conditioning(constants(), tmp_path)

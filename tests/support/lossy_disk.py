@@ -230,6 +230,7 @@ class LossyFileSystem:
     # ---- FileSystem -------------------------------------------------------------------------------------------------
 
     def create(self, path: Path) -> FileHandle:
+        """See `FileSystem.create`."""
         self._step("create", path)
         self._die_if_dead_sometimes()
         folder = self._folder(path.parent)
@@ -238,6 +239,7 @@ class LossyFileSystem:
         return self._open(self._new_file(folder, path), path)
 
     def open_append(self, path: Path) -> FileHandle:
+        """See `FileSystem.open_append`."""
         if path.name.startswith(CATALOG):
             real = self.database_path(path)
             os.close(os.open(real, os.O_CREAT | os.O_RDWR, 0o600))
@@ -253,6 +255,7 @@ class LossyFileSystem:
         return self._open(file or self._new_file(folder, path), path)
 
     def write(self, handle: FileHandle, data: bytes | memoryview) -> None:
+        """See `FileSystem.write`."""
         file, path = self._file(handle)
         content = bytes(data)
         try:
@@ -266,6 +269,7 @@ class LossyFileSystem:
         self._write(file, content)
 
     def truncate(self, handle: FileHandle, file_bytes: int) -> None:
+        """See `FileSystem.truncate`."""
         file, path = self._file(handle)
         self._step("truncate", path)
         self._die_if_dead_sometimes()
@@ -275,6 +279,7 @@ class LossyFileSystem:
         self._die_if_dead()
 
     def fsync(self, handle: FileHandle) -> None:
+        """See `FileSystem.fsync`."""
         file, path = self._file(handle)
         try:
             self._step("fsync", path)
@@ -290,10 +295,12 @@ class LossyFileSystem:
         self._die_if_dead()
 
     def close(self, handle: FileHandle) -> None:
+        """See `FileSystem.close`."""
         self._side_handles.discard(handle)
         self._handles.pop(handle, None)
 
     def rename(self, source: Path, target: Path) -> None:
+        """See `FileSystem.rename`."""
         self._step("rename", target)
         self._die_if_dead_sometimes()
         old, new = self._folder(source.parent), self._folder(target.parent)
@@ -309,6 +316,7 @@ class LossyFileSystem:
         self._die_if_dead()
 
     def unlink(self, path: Path) -> None:
+        """See `FileSystem.unlink`."""
         self._step("unlink", path)
         self._die_if_dead_sometimes()
         folder = self._folder(path.parent)
@@ -319,6 +327,7 @@ class LossyFileSystem:
         self._die_if_dead()
 
     def mkdir(self, path: Path) -> None:
+        """See `FileSystem.mkdir`."""
         self._step("mkdir", path)
         self._die_if_dead_sometimes()
         parent = self._folder(path.parent)
@@ -330,6 +339,7 @@ class LossyFileSystem:
         self._die_if_dead()
 
     def fsync_dir(self, path: Path) -> None:
+        """See `FileSystem.fsync_dir`."""
         self._step("fsync_dir", path)
         self._die_if_dead_sometimes()
         folder = self._folder(path)
@@ -339,6 +349,7 @@ class LossyFileSystem:
         self._die_if_dead()
 
     def chmod(self, path: Path, mode: int) -> None:
+        """See `FileSystem.chmod`."""
         if path.name.startswith(CATALOG):
             return
         node = self._node(path)
@@ -347,6 +358,7 @@ class LossyFileSystem:
         node.mode = mode
 
     def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
+        """See `FileSystem.read`."""
         self._step("read", path)
         self._die_if_dead()
         node = self._node(path)
@@ -358,10 +370,12 @@ class LossyFileSystem:
         return data if limit < 0 else data[:limit]
 
     def listdir(self, path: Path) -> list[str]:
+        """See `FileSystem.listdir`."""
         self._die_if_dead()
         return sorted(self._folder(path).live)
 
     def stat(self, path: Path) -> FileStat | None:
+        """See `FileSystem.stat`."""
         self._die_if_dead()
         if path.name.startswith(CATALOG):
             real = self.database_path(path)
@@ -374,9 +388,11 @@ class LossyFileSystem:
         return FileStat(False, len(node.live), node.mode, float(node.mtime))
 
     def lock(self, path: Path) -> FileHandle:
+        """See `FileSystem.lock`."""
         return self.open_append(path)
 
     def database_path(self, path: Path) -> Path:
+        """See `FileSystem.database_path`."""
         real = self.side / path.relative_to("/")
         real.parent.mkdir(parents=True, exist_ok=True)
         return real

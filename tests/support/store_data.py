@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import shutil
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +26,14 @@ from kvd.vm.text import Span
 FINGERPRINT = Fingerprint(hashlib.blake2b(b"a tiny model", digest_size=16).hexdigest())
 NUMERICS = "1/reference"
 ROOT = Path("/data/kvd")
+
+
+def memory_folder() -> Iterator[Path]:
+    """Body of a fixture: a private folder, on a memory disk where there is one (SQLite's fsyncs are slow elsewhere)."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir=base))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def tiny_layout(*, layers: tuple[int, ...] = (0, 1), kv_heads: int = 2, name: str = "q4", dim: int = 32) -> PageLayout:

@@ -1,0 +1,102 @@
+"""Choosing a backend: the first right one; a wrong one is passed over loudly."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from kvd.attention import AttentionOutput, BackendDisagrees, BackendUnavailable, MlxBackend, ReferenceBackend
+from kvd.attention.select import ATTENTION_CHOICES, BACKENDS, ShapeProbe, select_backend, self_test
+from kvd.quant.spec import named_format
+
+
+def probe(name: str = "q4", window: int | None = None) -> ShapeProbe:
+    """A small shape."""
+    digest = "x" if name == "q4c" else None
+    layer = named_format(name, k_dim=64, v_dim=64, layer_count=1, conditioning=digest).layers[0]
+    return ShapeProbe(query_heads=4, kv_heads=2, k_dim=64, v_dim=64, layer_format=layer, window=window)
+
+
+class Wrong(MlxBackend):
+    """Almost right: slightly off, as a kernel with a bug at its last tile would be."""
+
+    name = "wrong"
+
+    def attend(self, *args, **options) -> AttentionOutput:
+        """Add a little to one value."""
+        out, lse = super().attend(*args, **options)
+        bump = mx.zeros(out.shape)
+        bump[0, 0, -1, -1] = 0.01
+        return AttentionOutput(out + bump, lse)
+
+
+class NotANumber(MlxBackend):
+    """Returns NaN."""
+
+    name = "nan"
+
+    def attend(self, *args, **options) -> AttentionOutput:
+        """NaN everywhere."""
+        out, lse = super().attend(*args, **options)
+        return AttentionOutput(out * mx.nan, lse)
+
+
+class Crashing(MlxBackend):
+    """Cannot run here."""
+
+    name = "crashing"
+
+    def attend(self, *args, **options) -> AttentionOutput:
+        """Fail as a kernel that does not compile."""
+        raise RuntimeError("no such instruction")
+
+
+def test_auto_takes_the_fastest_right_one_silently() -> None:
+    """Auto picks `mlx` when it passes on all shapes, with no notice."""
+    choice = select_backend("auto", [probe(), probe("q4c"), probe("k8v4", window=100)])
+    assert (choice.backend.name, choice.notices) == ("mlx", ())
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION_CHOICES if name != "auto"])
+def test_a_named_backend_is_taken(name: str) -> None:
+    """A flag names any of the registry."""
+    assert select_backend(name, [probe()]).backend.name == name
+
+
+@pytest.mark.parametrize("broken", [Wrong, NotANumber, Crashing])
+@pytest.mark.parametrize("requested", ["auto", "broken"])
+def test_a_broken_backend_never_serves(broken: type[MlxBackend], requested: str) -> None:
+    """A backend that is wrong, returns NaN or fails is passed over, and the notice says which and why."""
+    choice = select_backend(requested, [probe()], {"broken": broken, "reference": ReferenceBackend})
+    assert choice.backend.name == "reference"
+    assert len(choice.notices) == 1
+    assert "broken" in choice.notices[0]
+
+
+def test_the_fallback_is_the_next_right_one() -> None:
+    """After a broken one the next in order of preference is tried, not the slowest."""
+    choice = select_backend("auto", [probe()], {"broken": Wrong, **BACKENDS})
+    assert choice.backend.name == "mlx"
+    assert len(choice.notices) == 1
+
+
+def test_when_nothing_passes_the_reference_runs_with_a_warning() -> None:
+    """A registry of broken backends still ends at the reference, said loudly."""
+    choice = select_backend("auto", [probe()], {"a": Wrong, "b": Crashing})
+    assert isinstance(choice.backend, ReferenceBackend)
+    assert len(choice.notices) == 3
+
+
+def test_an_unknown_name_is_refused_with_the_list() -> None:
+    """The error names what is allowed."""
+    with pytest.raises(BackendUnavailable, match="auto, mlx, reference"):
+        select_backend("gpu", [probe()])
+
+
+def test_the_self_test_says_what_differs() -> None:
+    """The error carries the difference; right backends pass for conditioned and windowed shapes."""
+    with pytest.raises(BackendDisagrees) as caught:
+        self_test(Wrong(), probe())
+    assert caught.value.data["difference"] == pytest.approx(0.01, abs=1e-3)
+    for shape in (probe("q4c"), probe("q2", window=64)):
+        self_test(MlxBackend("device"), shape)

@@ -1,0 +1,47 @@
+"""docs/protocol.md is complete: a client in another language is written from it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvd.front import FrontLimits
+from kvd_client.stream import Durable, FirstToken, Matched, Prefill, Queued, Reasoning, Text, ToolCall, Usage
+from kvd_client.wire import CLIENT_LIMITS, CODES, SERVER_LIMITS
+
+DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+METHODS = (
+    "hello generate chat inject tokenize agent.list agent.info agent.fork agent.rollback agent.pin agent.unpin "
+    "agent.prefetch agent.evict agent.delete residency statistics model.info health drain shutdown"
+)
+
+
+def test_the_error_table_is_the_code_table() -> None:
+    """Every name and code is in the table, and nothing else is."""
+    rows = re.findall(r"^\| (\d{3}) \| `(\w+)` \|", DOC, re.MULTILINE)
+    assert {name: int(code) for code, name in rows} == dict(CODES)
+
+
+def test_every_method_and_event_is_described() -> None:
+    """Each method has a heading, each event type a row."""
+    headings = ", ".join(re.findall(r"^### (.+)$", DOC, re.MULTILINE)).split(", ")
+    assert set(METHODS.split()) <= set(headings)
+    for kind in (Queued, Matched, Prefill, FirstToken, Text, Reasoning, ToolCall, Usage, Durable):
+        assert f"| `{kind.type}` |" in DOC
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    """The figures of the table are the defaults."""
+    limits = FrontLimits()
+    mib = 1 << 20
+    rows = {cells[1].strip(): cells for line in DOC.splitlines() if len(cells := line.split("|")) == 5}
+    assert rows["bytes of a message"][2:4] == [
+        f" {SERVER_LIMITS.max_message_bytes // mib} MiB ",
+        f" {CLIENT_LIMITS.max_message_bytes // mib} MiB ",
+    ]
+    assert f" {SERVER_LIMITS.max_depth} " in rows["containers nested in a message"]
+    assert f" {SERVER_LIMITS.max_values:,} " in rows["values in a message (map keys and containers count)"]
+    assert f" {CLIENT_LIMITS.max_values:,} " in rows["values in a message (map keys and containers count)"]
+    assert f"{limits.max_connections}," in rows["connections at a time"][2]
+    assert f"{limits.max_calls:,}," in rows["calls in flight on a connection"][2]
+    assert f"{limits.max_unread_bytes // mib} MiB" in rows["bytes that wait for a client which does not read"][2]

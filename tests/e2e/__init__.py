@@ -1,0 +1,1 @@
+"""End-to-end tests: real daemons, real sockets, real kills."""
