@@ -18,7 +18,7 @@ from kvd.attention.select import ATTENTION_CHOICES, ShapeProbe, select_backend
 from kvd.config import Settings
 from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
-from kvd.ids import AgentId, GroupId, Namespace, PageId
+from kvd.ids import PageId
 from kvd.model import dispatch
 from kvd.model.forward import limit_buffer_cache
 from kvd.model.loader import LoadedModel, load
@@ -26,20 +26,18 @@ from kvd.model.registry import resolve
 from kvd.model.spec import ModelCacheSpec
 from kvd.ops.device import clamp_budget, clamp_quota, device_facts
 from kvd.quant.spec import PageLayout
-from kvd.scheduler.agents import Agent, Branch, mark_committed
 from kvd.scheduler.core import NUMERICS, EngineCore
 from kvd.scheduler.memory import Memory
-from kvd.scheduler.requests import AgentRef
+from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.store_door import StoreDoor
-from kvd.store.agent_image import AgentImage, BranchImage
 from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import RecoveryReport
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_thread import SwapThread
-from kvd.vm.events import PageRef, Pinned, SegmentImage, SpaceCreated, SpaceRestored
 from kvd.vm.pager import Pager
+
 
 class Assembly:
     """Builds the engine's core. Used once.
@@ -125,7 +123,7 @@ class Assembly:
             log=self._log,
         )
         core_box.append(core)
-        self._restore(core, report)
+        self._notices += restore_agents(core, report)
         swap.start()
         self._tell_facts(core, formats, budget_bytes, quota_bytes)
         return core
@@ -187,72 +185,6 @@ class Assembly:
             self._log("page_missing", page=page, reason=reason)
         for fact in report.facts:
             self._log("catalog", fact=fact)
-
-    def _restore(self, core: EngineCore, report: RecoveryReport) -> None:
-        for header in report.pages.values():
-            layout = core.formats.layouts.get((header.group, header.format_id))
-            if layout is not None:
-                core.memory.know_header(header, layout)
-        for (namespace, name), image in report.agents.items():
-            ref = AgentRef(Namespace(namespace), AgentId(name))
-            core.agents.add(self._restore_agent(core, ref, image))
-
-    def _restore_agent(self, core: EngineCore, ref: AgentRef, image: AgentImage) -> Agent:
-        agent = Agent(
-            ref,
-            current=image.current,
-            next_branch=max(image.branches) + 1,
-            seq=image.seq,
-            pinned=bool(image.meta.get("pinned", False)),
-            created_s=float(str(image.meta.get("created_s", 0.0))),
-            logged=True,
-        )
-        for branch_id, stored in sorted(image.branches.items()):
-            agent.branches[branch_id] = self._restore_branch(core, ref, branch_id, stored)
-        if agent.pinned:
-            core.memory.apply(Pinned(agent.branch.space))
-        return agent
-
-    def _restore_branch(self, core: EngineCore, ref: AgentRef, branch_id: int, stored: BranchImage) -> Branch:
-        segments = sorted(stored.segments, key=lambda segment: segment.group)
-        known = all((segment.group, segment.format_id) in core.formats.layouts for segment in segments)
-        format_ids = tuple(segment.format_id for segment in segments)
-        if not known or len(format_ids) != len(core.formats.default_ids):
-            # text and ids are intact; only their KV cannot be read, so it is computed again when it is needed
-            self._notices.append(
-                f"pages of agent {ref} have unknown formats {format_ids}: its KV will be computed again"
-            )
-            segments, format_ids = [], core.formats.default_ids
-        space = core.open_space(ref, branch_id, format_ids)
-        for segment in segments:
-            for number, page in enumerate(segment.pages):
-                core.memory.know_page(space, segment.group, number, page.page_id, page.key)
-        images = tuple(
-            SegmentImage(
-                GroupId(segment.group),
-                tuple(PageRef(page.page_id, page.key) for page in segment.pages),
-                segment.tail_tokens,
-            )
-            for segment in segments
-        )
-        core.memory.apply(
-            SpaceRestored(space, core.page_bytes(space), images)
-            if images
-            else SpaceCreated(space, core.page_bytes(space))
-        )
-        branch = Branch(
-            branch_id,
-            space,
-            format_ids,
-            tokens=list(stored.tokens),
-            token_bytes=list(stored.token_bytes),
-            spans=list(stored.spans),
-            text=bytearray(stored.text),
-            computed=stored.computed_tokens if images else 0,
-            last_used=core.agents.tick(),
-        )
-        mark_committed(branch)
-        return branch
 
     def _tell_facts(self, core: EngineCore, formats: FormatChoice, budget_bytes: int, quota_bytes: int) -> None:
         spec = core.spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,11 @@ from kvd.config import (
     DEFAULT_BUDGET_BYTES,
     DEFAULT_MODEL,
     DEFAULT_QUOTA_BYTES,
-    LOG_LEVELS,
     SHARING,
     Settings,
 )
-from kvd.errors import KvdError
+from kvd.errors import EnvironmentFault, KvdError
+from kvd.ops.logs import LEVELS
 from kvd.ops.sizes import format_size, parse_size
 from kvd.quant.spec import NAMED_FORMATS
 from kvd_client.paths import default_data_dir, default_socket
@@ -135,7 +136,7 @@ def main() -> None:
 )
 @click.option(
     "--log-level",
-    type=click.Choice(LOG_LEVELS),
+    type=click.Choice(LEVELS),
     envvar="KVD_LOG_LEVEL",
     default="info",
     show_default=True,
@@ -176,7 +177,7 @@ def serve(
         settings = Settings(
             data_dir=data.expanduser().absolute(),
             socket=Path(socket).expanduser().absolute() if socket else default_socket(data),
-            model=str(ensure_model(model_name, models(model_dir))),
+            model=model_name,
             model_dir=models(model_dir),
             budget_bytes=budget,
             quota_bytes=quota,
@@ -190,9 +191,12 @@ def serve(
             log_file=log_file,
             check=check,
         )
-        run(settings)
+        # only now: a wrong setting must not cost the minutes of a pull
+        run(replace(settings, model=str(ensure_model(model_name, settings.model_dir))))
     except KvdError as error:
         fail(error)
+    except OSError as error:  # a folder that cannot be made or written: the operator's to heal, no bug of ours
+        fail(EnvironmentFault(f"{error.strerror or error}: {error.filename or data}"))
 
 
 @main.command()
@@ -263,7 +267,6 @@ def ensure_model(name: str, directory: Path) -> Path:
     Raises:
         KvdError: no such model, or the pull failed (its own output says why).
     """
-    from kvd.errors import EnvironmentFault
     from kvd.model.errors import ModelNotFound
     from kvd.model.registry import resolve
 

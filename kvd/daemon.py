@@ -157,7 +157,10 @@ def serve(settings: Settings) -> None:
 
     Raises:
         KvdError: it could not start; the message says why and what to do.
+        OSError: the log file or the data folder cannot be made.
     """
+    if settings.log_file is not None:
+        settings.log_file.absolute().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with setup_logging(level=settings.log_level, file=settings.log_file):
         Daemon(settings).run()
 

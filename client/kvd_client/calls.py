@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
         min_p: least probability relative to the best (0: off).
         repetition_penalty: 1 is off (1).
         seed: makes sampling repeatable (None).
+        logit_bias: token id (as a string) -> number added to its logit ({}).
         stop: strings that end the text and are not part of it ([]).
         stream: False: of the stream only the first-token event (True).
     """
@@ -43,6 +44,7 @@ class Options(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     seed: int | None
+    logit_bias: Mapping[str, float]
     stop: Sequence[str] | str
     stream: bool
 

@@ -26,8 +26,8 @@ class GenerateStream:
     Leaving the `for` loop early, by `break`, `return` or any exception, cancels the call in the daemon, which keeps
     what it computed; so do `close`, the end of a `with` block and garbage collection.
 
-    `cancel` may be called from another thread; the iteration then ends with `Cancelled`, or with a result whose
-    `finish_reason` is `cancelled`.
+    `cancel` may be called from another thread; the iteration then ends with `Cancelled`, or with the result when the
+    end crossed the cancellation.
     """
 
     def __init__(self, transport: Transport, call: Call[GenerateResult], timeout_s: float | None) -> None:

@@ -30,7 +30,7 @@ class GenerateResult:
 
     Attributes:
         text: the new text only.
-        finish_reason: `stop`, `length`, `tool_calls` or `cancelled`.
+        finish_reason: `stop` or `length`; later daemons may have more.
         prompt_tokens: tokens of the prompt.
         cached_tokens: of these, tokens whose KV was computed before and reused.
         completion_tokens: new tokens.

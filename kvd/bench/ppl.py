@@ -244,8 +244,13 @@ def _check_formats(formats: Sequence[str]) -> None:
 @click.option(
     "--windows", type=click.IntRange(min=1), default=DEFAULT_WINDOWS, show_default=True, help="Windows of text."
 )
+@click.option(
+    "--window-tokens", type=click.IntRange(min=2), default=WINDOW_TOKENS, show_default=True, help="Tokens each."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def ppl(model_name: str | None, model_dir: Path | None, formats: str, windows: int, as_json: bool) -> None:
+def ppl(
+    model_name: str | None, model_dir: Path | None, formats: str, windows: int, window_tokens: int, as_json: bool
+) -> None:
     """Perplexity and bytes of page formats, on text that ships with Python."""
     from kvd.model.loader import load
     from kvd.model.registry import resolve
@@ -255,7 +260,7 @@ def ppl(model_name: str | None, model_dir: Path | None, formats: str, windows: i
     reporter: Reporter = SilentReporter() if as_json else reporter_for()
     try:
         loaded = load(resolve(model_name or DEFAULT_MODEL, model_dir))
-        rows = run_ppl(loaded, names, windows=windows, progress=reporter)
+        rows = run_ppl(loaded, names, windows=windows, window_tokens=window_tokens, progress=reporter)
     except KvdError as error:
         raise click.ClickException(error.message) from error
     finally:

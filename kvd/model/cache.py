@@ -280,16 +280,12 @@ class SequenceCache:
             first_page: pages before it are not mapped (a sliding group keeps only its window).
 
         Raises:
-            InternalError: a frame does not exist or has another format, or `first_page` hides tokens the window needs.
+            InternalError: a frame does not exist or has another format.
         """
         layout = self.layouts[group]
         for frame in frames:
             if self.pool.layout(frame).format_id != layout.format_id:
                 raise InternalError(f"frame {frame} does not have format {layout.format_id}")
-        if first_page:
-            window = self.spec.groups[group].layer.window
-            if window is None or first_page * PAGE_TOKENS > max(0, self.tokens - window):
-                raise InternalError(f"group {group} needs tokens before page {first_page}")
         self._tables[group] = tuple(frames)
         self._first_pages[group] = first_page
 
@@ -297,7 +293,7 @@ class SequenceCache:
         """The next model call appends `n_tokens` tokens.
 
         Raises:
-            InternalError: a step is running, or a group lacks frames for the tokens.
+            InternalError: a step is running, or a group lacks frames for tokens to come or in its window.
         """
         self._check_idle()
         if n_tokens < 1:
@@ -315,8 +311,7 @@ class SequenceCache:
         if self.tokens < 1:
             raise InternalError("there is no token to replay")
         self._check_mapped(self.tokens)
-        self._step_tokens = 1
-        self.replaying = True
+        self._step_tokens, self.replaying = 1, True
 
     def end_step(self) -> None:
         """The model call is over: its tokens count (none after a replay).
@@ -374,11 +369,14 @@ class SequenceCache:
             raise InternalError("a step is running")
 
     def _check_mapped(self, tokens: int) -> None:
-        """Raise InternalError unless every group has frames up to `tokens`."""
-        for group, (table, first_page) in enumerate(zip(self._tables, self._first_pages, strict=True)):
-            have = (first_page + len(table)) * PAGE_TOKENS
-            if have < tokens:
-                raise InternalError(f"group {group} has frames for {have} tokens, the step needs {tokens}", group=group)
+        """Raise InternalError unless every group has frames for all that a step up to `tokens` writes and sees."""
+        for number, (table, first_page) in enumerate(zip(self._tables, self._first_pages, strict=True)):
+            low, high = first_page * PAGE_TOKENS, (first_page + len(table)) * PAGE_TOKENS
+            window = self.spec.groups[number].layer.window
+            if high < tokens or low > (0 if window is None else max(0, self.base_tokens - window + 1)):
+                raise InternalError(
+                    f"group {number} maps tokens {low} to {high}, not all that a step to {tokens} needs"
+                )
 
 
 def _store(arrays: SideArrays, target: slice, encoded: Encoded, source: slice) -> None:

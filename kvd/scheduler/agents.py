@@ -11,7 +11,7 @@ Owner: the engine thread. May import kvd.ids, kvd.errors, kvd.vm and kvd.store.r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvd.ids import SpaceId
@@ -34,6 +34,7 @@ class Baseline:
         logged_pages: sealed pages a segment had when it was logged.
         pages: of those, the ones that still stand.
         tail: tokens of the base's open page that still stand.
+        logged_tokens, logged_computed: how long the base was when it was logged.
     """
 
     parent: int | None = None
@@ -42,6 +43,8 @@ class Baseline:
     logged_pages: int = 0
     pages: int = 0
     tail: int = 0
+    logged_tokens: int = 0
+    logged_computed: int = 0
 
     def cut(self, *, tokens: int, text_bytes: int, computed: int) -> None:
         """The branch was cut: what lies beyond stands no more.
@@ -61,7 +64,21 @@ class Baseline:
 
 @dataclass(slots=True)
 class Branch:
-    """One branch of an agent. See the module docstring."""
+    """One branch of an agent. See the module docstring.
+
+    Attributes:
+        branch_id: its number in the agent's log.
+        space: its address space.
+        format_ids: page format per cache group.
+        tokens: ids.
+        token_bytes: bytes of text each id stands for.
+        spans: kinds of the text, in order.
+        text: UTF-8.
+        computed: tokens with KV.
+        baseline: what of it the log holds.
+        last_used: the registry's tick at its last use.
+        logged: the log knows the branch (as it is, or as it was).
+    """
 
     branch_id: int
     space: SpaceId
@@ -73,6 +90,22 @@ class Branch:
     computed: int = 0
     baseline: Baseline = field(default_factory=Baseline)
     last_used: int = 0
+    logged: bool = False
+
+    @property
+    def behind(self) -> bool:
+        """True when more than the pending token lacks KV (lost pages): no record can say that."""
+        return len(self.tokens) - self.computed > 1
+
+    @property
+    def saved(self) -> bool:
+        """True when the log holds the branch exactly as it is."""
+        base = self.baseline
+        return (
+            base.parent is None
+            and base.tokens == base.logged_tokens == len(self.tokens)
+            and base.pages * PAGE_TOKENS + base.tail == base.logged_computed == self.computed
+        )
 
     @property
     def typed(self) -> TypedText:
@@ -85,14 +118,25 @@ class Branch:
 
     def append(self, kind: SpanKind, data: bytes, ids: Sequence[int], token_bytes: Sequence[int]) -> None:
         """Add text of one kind and its ids. `sum(token_bytes) == len(data)`."""
-        if sum(token_bytes) != len(data):
-            raise ValueError(f"token bytes add up to {sum(token_bytes)}, text has {len(data)}")
-        if data:
-            if self.spans and self.spans[-1].kind == kind:
-                self.spans[-1] = Span(kind, self.spans[-1].text_bytes + len(data))
-            else:
-                self.spans.append(Span(kind, len(data)))
-        self.text += data
+        self.append_typed(TypedText(data, (Span(kind, len(data)),)), ids, token_bytes)
+
+    def append_typed(self, typed: TypedText, ids: Sequence[int], token_bytes: Sequence[int]) -> None:
+        """Add typed text and its ids. A token may cover the end of one span and the start of the next.
+
+        Raises:
+            ValueError: the lengths of the tokens or of the spans do not add up to the text; nothing was added.
+        """
+        spans_bytes = sum(span.text_bytes for span in typed.spans)
+        if not sum(token_bytes) == spans_bytes == len(typed.data):
+            raise ValueError(
+                f"tokens of {sum(token_bytes)} and spans of {spans_bytes} bytes for a text of {len(typed.data)}"
+            )
+        for span in typed.spans:
+            if self.spans and self.spans[-1].kind == span.kind:
+                self.spans[-1] = Span(span.kind, self.spans[-1].text_bytes + span.text_bytes)
+            elif span.text_bytes:
+                self.spans.append(span)
+        self.text += typed.data
         self.tokens.extend(ids)
         self.token_bytes.extend(token_bytes)
 
@@ -152,8 +196,10 @@ class Agent:
         next_branch: id the next new branch gets.
         seq: number of the last record that is (or may be) in the log.
         unsaved: why the newest state is not durable; None when it is.
+        last_save: tick of the last try to save what a disk refused.
         dropped_branches: branches let go of that the log still holds.
-        pinned: the user pinned the agent.
+        compaction_due: so much of the log is dead that rewriting it pays.
+        pinned: the user pinned the agent: its current branch is held in RAM.
         logged: the agent has a log on disk.
         created_s: wall clock of the first record.
     """
@@ -164,7 +210,9 @@ class Agent:
     next_branch: int = 1
     seq: int = 0
     unsaved: str | None = None
+    last_save: int = 0
     dropped_branches: list[int] = field(default_factory=list)
+    compaction_due: bool = False
     pinned: bool = False
     created_s: float = 0.0
     logged: bool = False
@@ -174,10 +222,15 @@ class Agent:
         """The current branch."""
         return self.branches[self.current]
 
-    def surplus_branch(self) -> Branch | None:
-        """The branch to let go of, when there are too many."""
+    def surplus_branches(self) -> list[Branch]:
+        """The branches to let go of when there are too many, least recently used first.
+
+        One that another branch's unwritten record leans on stays until that record is written.
+        """
+        leaned_on = {branch.baseline.parent for branch in self.branches.values()}
         others = [branch for branch in self.branches.values() if branch.branch_id != self.current]
-        return min(others, key=lambda branch: branch.last_used) if len(others) > MAX_BRANCHES else None
+        spare = [branch for branch in others if branch.branch_id not in leaned_on]
+        return sorted(spare, key=lambda branch: branch.last_used)[: max(0, len(others) - MAX_BRANCHES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +313,14 @@ def build_record(
     )
 
 
-def mark_committed(branch: Branch) -> None:
-    """The log now holds the branch as it is."""
+def mark_committed(branch: Branch, siblings: Iterable[Branch] = ()) -> None:
+    """The log now holds the branch as it is.
+
+    A sibling whose own first record is still to come leaned on what the log held of this branch before. That has
+    changed, so its record will say everything.
+    """
     pages, tail = divmod(branch.computed, PAGE_TOKENS)
+    branch.logged = True
     branch.baseline = Baseline(
         parent=None,
         tokens=len(branch.tokens),
@@ -270,7 +328,21 @@ def mark_committed(branch: Branch) -> None:
         logged_pages=pages,
         pages=pages,
         tail=tail,
+        logged_tokens=len(branch.tokens),
+        logged_computed=branch.computed,
     )
+    for sibling in siblings:
+        if sibling.baseline.parent == branch.branch_id:
+            sibling.baseline = Baseline()
+
+
+def log_is_gone(agent: Agent) -> None:
+    """The agent's log does not exist (any more): its next records stand alone."""
+    agent.logged = False
+    agent.dropped_branches.clear()
+    for branch in agent.branches.values():
+        branch.logged = False
+        branch.baseline = Baseline()
 
 
 def baseline_on_parent(parent: Branch, *, tokens: int) -> Baseline:
@@ -288,6 +360,8 @@ def baseline_on_parent(parent: Branch, *, tokens: int) -> Baseline:
         logged_pages=base.logged_pages,
         pages=base.pages,
         tail=base.tail,
+        logged_tokens=base.logged_tokens,
+        logged_computed=base.logged_computed,
     )
     own.cut(tokens=tokens, text_bytes=parent.text_bytes_of(tokens), computed=min(parent.computed, tokens))
     return own

@@ -11,33 +11,27 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvd.errors import BudgetExceeded
 from kvd.ids import FormatId, GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.model.cache import SequenceCache
 from kvd.model.forward import Forward
 from kvd.model.loader import LoadedModel
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
-from kvd.scheduler.agents import (
-    Agent,
-    Baseline,
-    Branch,
-    SegmentNow,
-    baseline_on_parent,
-    build_record,
-    cut_spans,
-    mark_committed,
-    page_runs,
-)
+from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent, cut_spans
 from kvd.scheduler.memory import Memory, SpaceFacts
 from kvd.scheduler.registry import AgentRegistry
 from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.store_door import StoreDoor
-from kvd.scheduler.turn import TurnTimes, Wait
-from kvd.store.agent_image import AgentImage
-from kvd.store.errors import LogVanished
-from kvd.store.records import AgentRecord, PageEntry, RecordKind
-from kvd.store.swap_ops import SwapResult
-from kvd.vm.events import Activated, Deactivated, Forked, Pinned, RolledBack, SpaceClosed, SpaceCreated, TurnCommitted
+from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, fault_in
+from kvd.vm.events import (
+    Activated,
+    Deactivated,
+    Forked,
+    Pinned,
+    RolledBack,
+    SpaceClosed,
+    SpaceCreated,
+    Unpinned,
+)
 from kvd.vm.keys import KeyChain
 from kvd.vm.pager import Pager
 from kvd.vm.text import TypedText
@@ -90,7 +84,13 @@ class EngineCore:
         chunk_tokens: tokens of a prefill step.
         clock: seconds, monotonic.
         log: told of what an operator wants to know: (event, facts).
+
+    Attributes:
+        forgotten: pages nobody maps any more; their files go once no log names them.
+        sweep_due: something changed since they were offered for deletion.
     """
+
+    numerics = NUMERICS
 
     def __init__(
         self,
@@ -123,13 +123,14 @@ class EngineCore:
         self._sequence: tuple[SpaceId, SequenceCache] | None = None
         self._chains: dict[SpaceId, list[KeyChain]] = {}
         self._owners: dict[SpaceId, tuple[AgentRef, int]] = {}
-        self._forgotten: list[PageId] = []
+        self.forgotten: list[PageId] = []
+        self.sweep_due = False
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
-    def encode(self, typed: TypedText) -> tuple[list[int], list[int]]:
-        """Ids of typed text and the bytes each stands for."""
-        return self.codec.encode_typed(typed)
+    def encode(self, typed: TypedText, *, at_start: bool) -> tuple[list[int], list[int]]:
+        """Ids of typed text and the bytes each stands for; `at_start`: nothing comes before it."""
+        return self.codec.encode_typed(typed, at_start=at_start) if typed.data else ([], [])
 
     # ---- spaces -----------------------------------------------------------------------------------------------------
 
@@ -160,19 +161,37 @@ class EngineCore:
         self.memory.apply(SpaceCreated(space, self.page_bytes(space)))
         return Branch(branch_id, space, self.formats.default_ids)
 
+    def make_current(self, agent: Agent, branch: Branch) -> None:
+        """The branch that clients mean from here on; a pinned agent's pin goes with it."""
+        if agent.pinned and branch.branch_id != agent.current:
+            self.memory.apply(Unpinned(agent.branch.space))
+            self.memory.apply(Pinned(branch.space))
+        agent.current = branch.branch_id
+        branch.last_used = self.agents.tick()
+
     def close_branch(self, agent: Agent, branch: Branch) -> None:
-        """Let go of a branch: its pages are unmapped; the next record says so."""
+        """Let go of a branch: its pages are unmapped; the next compaction takes it out of the log."""
         del agent.branches[branch.branch_id]
-        if agent.logged:
+        if branch.logged:
             agent.dropped_branches.append(branch.branch_id)
         self._release(branch.space)
+
+    def close_surplus(self, agent: Agent) -> None:
+        """Let go of the least recently used branches beyond `MAX_BRANCHES`."""
+        for branch in agent.surplus_branches():
+            self.close_branch(agent, branch)
+
+    def discard_agent(self, agent: Agent) -> None:
+        """Forget an agent and its spaces; its log is the caller's business."""
+        self.agents.remove(agent)
+        for branch in agent.branches.values():
+            self._release(branch.space)
 
     def _release(self, space: SpaceId) -> None:
         self.memory.apply(SpaceClosed(space))
         self.memory.remove_space(space)
-        self._chains.pop(space, None)
         self._owners.pop(space, None)
-        self._forget_sequence(space)
+        self.forget_caches(space)
 
     def owner(self, space: SpaceId) -> tuple[AgentRef, int]:
         """Agent and branch of a space."""
@@ -206,7 +225,9 @@ class EngineCore:
             sequence.set_block_table(group, self.pager.block_table(branch.space, GroupId(group)))
         return sequence
 
-    def _forget_sequence(self, space: SpaceId) -> None:
+    def forget_caches(self, space: SpaceId) -> None:
+        """Drop what is derived from the space's tokens; it is made again when it is needed."""
+        self._chains.pop(space, None)
         if self._sequence is not None and self._sequence[0] == space:
             self._sequence = None
 
@@ -235,65 +256,77 @@ class EngineCore:
     # ---- cutting and forking ----------------------------------------------------------------------------------------
 
     def cut_kv(self, branch: Branch, computed: int) -> None:
-        """Give up the KV from token `computed` on; ids stay."""
+        """Give up the KV from token `computed` on; ids stay.
+
+        Raises:
+            NoRoomForCopy: a cut inside a page found no frame; nothing changed.
+        """
         self.memory.apply(RolledBack(branch.space, computed))
         branch.drop_kv_from(computed)
         self._chains.pop(branch.space, None)
 
-    def cut_branch(self, branch: Branch, tokens: int) -> None:
-        """Cut text, ids and KV to the first `tokens` ids."""
+    def cut_branch(self, branch: Branch, tokens: int, stop: Stop) -> Waiting:
+        """Cut text, ids and KV to the first `tokens` ids. A page that is cut must be resident.
+
+        Raises:
+            Cancelled, NoRoomForCopy: nothing changed.
+        """
         if branch.computed > tokens:
-            self.cut_kv(branch, tokens)
+            yield from apply_when_room(self, RolledBack(branch.space, tokens), stop)
+            self._chains.pop(branch.space, None)
         branch.cut(tokens)
 
-    def fork_branch(self, agent: Agent, source: Branch, tokens: int, times: TurnTimes) -> Generator[Wait, None, Branch]:
-        """A new branch of the same agent: the first `tokens` ids of `source`. The source stays, evictable."""
+    def fork_branch(
+        self, agent: Agent, source: Branch, tokens: int, stop: Stop
+    ) -> Generator[Wait, None, tuple[Branch, list[str]]]:
+        """A new branch of the same agent: the first `tokens` ids of `source`. The source stays, evictable.
+
+        Returns:
+            The branch, and what of the source's KV turned out to be lost.
+
+        Raises:
+            Cancelled, Busy: no branch was made.
+        """
         branch_id = agent.next_branch
+        space, notes = yield from self._fork_space(source, agent.ref, branch_id, tokens, stop)
         agent.next_branch += 1
-        began = self.clock()
-        space = self.open_space(agent.ref, branch_id, source.format_ids)
-        yield from self._fork_space(source, space, tokens)
-        times.swap_in_s += self.clock() - began
         branch = self._copy_branch(source, branch_id, space, tokens)
         branch.baseline = baseline_on_parent(source, tokens=tokens)
-        branch.last_used = self.agents.tick()
         agent.branches[branch_id] = branch
-        if agent.pinned:
-            self.memory.apply(Pinned(space))
-        agent.current = branch_id
-        surplus = agent.surplus_branch()
-        # a branch that others' unwritten records lean on cannot go before them
-        if surplus is not None and all(b.baseline.parent != surplus.branch_id for b in agent.branches.values()):
-            self.close_branch(agent, surplus)
-        return branch
+        return branch, notes
 
-    def fork_agent(self, parent: Agent, ref: AgentRef, tokens: int) -> Generator[Wait, None, Agent]:
-        """A new agent that maps the pages of `parent`'s current branch up to `tokens`."""
+    def fork_agent(self, parent: Agent, ref: AgentRef, tokens: int, stop: Stop) -> Generator[Wait, None, Agent]:
+        """A new agent that maps the pages of `parent`'s current branch up to `tokens`.
+
+        Raises:
+            Cancelled, Busy: no agent was made.
+        """
         child = Agent(ref, created_s=time.time())
-        branch_id = child.next_branch
+        space, _ = yield from self._fork_space(parent.branch, ref, child.next_branch, tokens, stop)
+        branch = self._copy_branch(parent.branch, child.next_branch, space, tokens)
         child.next_branch += 1
-        space = self.open_space(ref, branch_id, parent.branch.format_ids)
-        yield from self._fork_space(parent.branch, space, tokens)
-        branch = self._copy_branch(parent.branch, branch_id, space, tokens)
         branch.baseline = Baseline()  # another log: its first record says everything
-        child.branches[branch_id] = branch
-        child.current = branch_id
+        child.branches[branch.branch_id] = branch
+        child.current = branch.branch_id
         self.agents.add(child)
         return child
 
-    def _fork_space(self, source: Branch, space: SpaceId, tokens: int) -> Generator[Wait, None, None]:
+    def _fork_space(
+        self, source: Branch, ref: AgentRef, branch_id: int, tokens: int, stop: Stop
+    ) -> Generator[Wait, None, tuple[SpaceId, list[str]]]:
+        space = self.open_space(ref, branch_id, source.format_ids)
         self.memory.apply(Activated(source.space))
         try:
-            yield lambda: self.pager.is_ready(source.space) or self.pager.lost_at(source.space) is not None
-            lost = self.pager.lost_at(source.space)
-            if lost is not None:
-                self.cut_kv(source, lost)
-            self.memory.apply(Forked(source.space, space, min(tokens, source.computed)))
+            notes = yield from fault_in(self, source, stop)
+            # what was lost is known now: the child gets what KV there is
+            yield from apply_when_room(self, Forked(source.space, space, min(tokens, source.computed)), stop)
         except BaseException:
             self.memory.remove_space(space)
+            del self._owners[space]
             raise
         finally:
             self.memory.apply(Deactivated(source.space))
+        return space, notes
 
     @staticmethod
     def _copy_branch(source: Branch, branch_id: int, space: SpaceId, tokens: int) -> Branch:
@@ -309,11 +342,7 @@ class EngineCore:
             computed=min(source.computed, tokens),
         )
 
-    # ---- admission and residency ------------------------------------------------------------------------------------
-
-    def step_bytes(self, branch: Branch, tokens: int) -> int:
-        """Bytes of pages that a branch of `tokens` tokens needs resident at once."""
-        return self.pager.working_set_bytes(branch.space, max(0, tokens - branch.computed))
+    # ---- residency --------------------------------------------------------------------------------------------------
 
     def resident_bytes(self, agent: Agent) -> int:
         """Bytes of frames that hold pages of the agent (a shared page counts for each that maps it)."""
@@ -324,136 +353,17 @@ class EngineCore:
         now = self.pager.residency(space)
         return now.dirty_pages > 0 and not (now.active or now.pinned)
 
-    def _pages_durable(self, space: SpaceId) -> bool:
+    def pages_durable(self, space: SpaceId) -> bool:
+        """Whether every sealed page of the space is in swap."""
         return self.pager.residency(space).dirty_pages == 0
 
-    def refuse_pin_over_budget(self, agent: Agent) -> None:
-        """A pin that leaves no room for anything else would stop the daemon.
-
-        Raises:
-            BudgetExceeded: with both figures; nothing changed.
-        """
-        need = self.pager.working_set_bytes(agent.branch.space, 0)
-        pinned = self.pager.statistics().pinned_bytes
-        limit = self.pager.usable_bytes // 2
-        if pinned + need > limit:
-            raise BudgetExceeded(
-                f"pinning needs {need} bytes beside {pinned} pinned ones; at most half of the budget ({limit}) "
-                "may be pinned",
-                needed_bytes=need,
-                pinned_bytes=pinned,
-                limit_bytes=limit,
-            )
-
-    # ---- commit -----------------------------------------------------------------------------------------------------
-
-    def commit(self, agent: Agent, branch: Branch, kind: RecordKind) -> Generator[Wait, None, tuple[bool, str | None]]:
-        """Make the branch durable: wait for its pages, append one record, wait for its fsync.
-
-        Returns:
-            (True, None), or (False, reason) when the disk refused: the turn then lives in RAM and is part of the next
-            record; nothing durable before it is touched.
-        """
-        failures = self.memory.statistics.write_failures
-        yield lambda: self._pages_durable(branch.space) or self.memory.statistics.write_failures > failures
-        if not self._pages_durable(branch.space):
-            return self._not_durable(agent, f"page write failed: {self.memory.statistics.last_write_failure}")
-        answer: list[SwapResult] = []
-        self.store.append_record(self._record(agent, branch, kind), answer.append)
-        yield lambda: bool(answer)
-        if isinstance(answer[0].error, LogVanished):
-            # somebody deleted the log under us; what RAM holds goes into a new one, as a record that stands alone
-            self.log("log_rebuilt", agent=str(agent.ref), reason=answer[0].error.message)
-            agent.logged = False
-            for other in agent.branches.values():
-                other.baseline = Baseline()
-            answer.clear()
-            self.store.append_record(self._record(agent, branch, kind), answer.append)
-            yield lambda: bool(answer)
-        result = answer[0]
-        if result.error is not None or result.image is None:
-            reason = result.error.message if result.error is not None else "the record was not applied"
-            return self._not_durable(agent, reason)
-        yield from self._committed(agent, branch, result.image)
-        return True, None
-
-    def _record(self, agent: Agent, branch: Branch, kind: RecordKind) -> AgentRecord:
-        segments: list[SegmentNow] = []
-        for group, segment in enumerate(self.pager.segments(branch.space)):
-            pages = tuple(PageEntry(p.page_id, p.key, page_runs(n)) for n, p in enumerate(segment.refs))
-            segments.append(SegmentNow(pages, segment.tail_tokens, self._extractor(branch, group, segment.tail_tokens)))
-        meta: dict[str, object] = {"pinned": agent.pinned, "created_s": agent.created_s}
-        kind = kind if agent.logged else "create"
-        return build_record(agent, branch, segments, kind=kind, time_s=time.time(), numerics=NUMERICS, meta=meta)
-
-    def _extractor(self, branch: Branch, group: int, tail_tokens: int) -> Callable[[int, int], bytes]:
-        def extract(start: int, end: int) -> bytes:
-            table = self.pager.block_table(branch.space, GroupId(group))
-            return self.memory.pool.extract(table[branch.computed // PAGE_TOKENS], start, end)
-
-        return extract
-
-    def _not_durable(self, agent: Agent, reason: str) -> tuple[bool, str | None]:
-        agent.unsaved = reason
-        self.stats.turns_not_durable += 1
-        self.log("turn_not_durable", agent=str(agent.ref), reason=reason)
-        return False, reason
-
-    def _committed(self, agent: Agent, branch: Branch, image: AgentImage) -> Generator[Wait, None, None]:
-        agent.seq = image.seq
-        agent.logged = True
-        agent.unsaved = None
-        mark_committed(branch)
-        self.memory.apply(TurnCommitted(branch.space))
-        self.stats.records_written += 1
-        page_bytes = sum(layout.payload_bytes for layout in self.memory.layouts(branch.space))
-        if agent.dropped_branches or image.compaction_due(page_bytes):
-            answer: list[SwapResult] = []
-            self.store.compact_log(agent.ref, frozenset(agent.branches), answer.append)
-            yield lambda: bool(answer)
-            if answer[0].image is not None:
-                agent.seq = answer[0].image.seq
-                agent.dropped_branches.clear()
-            elif answer[0].error is not None:
-                # the long log is as good as the short one; the next commit tries again
-                self.log("log_not_compacted", agent=str(agent.ref), reason=answer[0].error.message)
-        self._delete_forgotten()
+    # ---- the end of things ------------------------------------------------------------------------------------------
 
     def forget_page(self, page: PageId) -> None:
-        """Nobody maps the page. Its file goes once no log on disk names it any more."""
-        self._forgotten.append(page)
-
-    def _delete_forgotten(self) -> None:
-        # A page may have been named by several agents' logs (forks). While any agent has changes that its log lacks,
-        # that log may still name the page, and a crash would bring the agent back with it.
-        if any(agent.unsaved is not None or agent.dropped_branches for agent in self.agents):
-            return
-        for page in self._forgotten:
-            self.store.delete_page(page)
-        self._forgotten.clear()
-
-    def discard_agent(self, agent: Agent) -> None:
-        """Drop an agent that never came to anything (its first request was refused)."""
-        self.agents.remove(agent)
-        for branch in agent.branches.values():
-            self._release(branch.space)
+        """Nobody maps the page. Its file goes once no log on disk names it any more (`kvd.scheduler.commit.sweep`)."""
+        self.forgotten.append(page)
+        self.sweep_due = True
 
     def close(self) -> None:
         """Finish what the swap thread has queued (the engine thread is ending)."""
         self.store.close()
-
-    def delete_agent(self, agent: Agent) -> Generator[Wait, None, str | None]:
-        """Delete log first, then pages; the agent is gone from RAM only when the log is gone from disk."""
-        if agent.logged:
-            answer: list[SwapResult] = []
-            self.store.delete_log(agent.ref, answer.append)
-            yield lambda: bool(answer)
-            error = answer[0].error
-            if error is not None:
-                return error.message
-        agent.logged = False
-        self.agents.remove(agent)
-        for branch in list(agent.branches.values()):
-            self._release(branch.space)
-        self._delete_forgotten()
-        return None

@@ -3,6 +3,10 @@
 Theory of operation. The loop takes messages (requests, cancellations, calls, answers of the swap thread), hands them
 to the pure `Scheduler`, and advances the running turn by one resumption when it can go on; with nothing to do it
 sleeps in the inbox. A long prefill chunk is the longest time it does not look.
+
+Faults. What a request does wrong, our bugs included, ends that request. What a client's callbacks do wrong is logged.
+Anything else (an answer of the store that makes no sense, books that do not balance) ends the engine: everybody who
+waits is answered, `on_ready` hears of it, and the daemon exits with the reason; what is durable is durable.
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvd.errors import Busy, Cancelled, Draining, InternalError, KvdError
 from kvd.ids import RequestId
 from kvd.ops.logs import RequestLine
+from kvd.scheduler.agents import Agent
+from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.jobs import run_job
 from kvd.scheduler.requests import JobRequest, Reply, TurnRequest, TurnResult
@@ -34,12 +40,16 @@ from kvd.scheduler.state import (
     Submitted,
     TellQueued,
 )
-from kvd.scheduler.turn import TurnState, Wait, run_turn
+from kvd.scheduler.turn import TurnState, run_turn
+from kvd.scheduler.waiting import Wait
 from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import Tick
 
 TICK_S = 1.0
-"""How often failed writes and unsaved turns are tried again."""
+"""How often failed writes are tried again, and at least how far apart unsaved turns are."""
+
+MAX_SAVE_WAIT_S = 30.0
+"""How far apart tries for unsaved turns get while the disk goes on refusing."""
 
 
 @dataclass(slots=True)
@@ -48,7 +58,12 @@ class _Request:
     reply: Reply
     submitted_s: float
     state: TurnState | None = None
+    stop_reason: str = "cancelled by the client"
     stopping: bool = False
+
+    def stop(self) -> str | None:
+        """Why a control operation is to end early; None while it may go on."""
+        return self.stop_reason if self.stopping else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +109,8 @@ class Engine:
         build: makes the core on the engine thread (MLX arrays belong to the thread that made them); it gets the
             callback for the swap thread's answers.
         max_queued: requests that may wait.
-        on_ready: called on the engine thread once requests can run, or with the error that prevented it.
+        on_ready: called on the engine thread once requests can run, or with the error that prevented it; once more,
+            with an error, when the engine cannot go on.
         on_request_done: called with the canonical log line of each request.
         check: verify the pager's conservation laws after each request.
     """
@@ -117,10 +133,13 @@ class Engine:
         self._check = check
         self._work: Generator[Wait, None, object] | None = None
         self._wait: Wait = None
+        self._wait_error: Exception | None = None
         self._core: EngineCore | None = None
         self._stopping = False
         self._draining = False
         self._last_tick_s = 0.0
+        self._next_save_s = 0.0
+        self._save_wait_s = 0.0
         self._next_request = 0
         self._id_lock = threading.Lock()
         self.drained = threading.Event()
@@ -179,19 +198,80 @@ class Engine:
         try:
             self._core = self._build(lambda result: self._inbox.put(_StoreAnswer(result)))
         except BaseException as error:  # the daemon must hear of it and exit with the reason
+            self.drained.set()
             self._on_ready(error)
             return
         self._on_ready(None)
-        while not self._stopping:
-            self._take_messages(block=not self._can_go_on())
-            self._tick()
-            if self._can_go_on():
-                self._go_on()
-            self.last_progress_s = time.monotonic()
+        try:
+            while not self._stopping:
+                self._turn_over()
+            self._end(Draining("the daemon has stopped"))
+        except BaseException as error:  # likewise
+            self._die(error)
         self._core.close()
 
+    def _turn_over(self) -> None:
+        """Once round the loop."""
+        can_go_on = self._can_go_on()
+        self._take_messages(block=not can_go_on)
+        self._tick()
+        if can_go_on:
+            self._go_on()
+        self.last_progress_s = time.monotonic()
+
+    def _die(self, cause: BaseException) -> None:
+        """The engine's own state cannot be trusted: tell everybody, and turn away whoever still comes."""
+        assert self._core is not None
+        reason = f"{type(cause).__name__}: {cause}"
+        self._core.log("engine_failed", error=reason, exc_info=cause)
+        error = InternalError(f"the engine failed and the daemon is going down ({reason}); its log has the details")
+        self.drained.set()
+        try:
+            self._on_ready(cause)
+        except Exception as caught:
+            self._callback_failed(caught)
+        self._end(error)
+        while not self._stopping:
+            self._turn_away(self._inbox.get(), error)
+
+    def _end(self, error: KvdError) -> None:
+        """Answer everybody who waits; what was computed and not committed is lost with the process."""
+        assert self._core is not None
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work.close()
+            except Exception as caught:  # nothing is left that it could harm
+                self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
+        for request_id in tuple(self._requests):
+            self._answer(request_id, None, error)
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._turn_away(message, error)
+
+    def _turn_away(self, message: Message, error: KvdError) -> None:
+        match message:
+            case _Submit(request, reply):
+                self._reply(_Request(request, reply, 0.0), None, error)
+            case _Call(_, future):
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+            case _Stop():
+                self._stopping = True
+            case _Drain():
+                self.drained.set()
+
     def _can_go_on(self) -> bool:
-        return self._work is not None and (self._wait is None or self._wait())
+        if self._work is None:
+            return False
+        try:
+            return self._wait is None or self._wait()
+        except Exception as error:  # belongs to the request that waits
+            self._wait_error = error
+            return True
 
     def _take_messages(self, *, block: bool) -> None:
         try:
@@ -206,12 +286,14 @@ class Engine:
         assert self._core is not None
         match message:
             case _Submit(request, reply):
+                if isinstance(request, TurnRequest):
+                    request = replace(request, emit=self._guarded(request.emit))
                 self._requests[request.request_id] = _Request(request, reply, self._core.clock())
                 self._schedule(Submitted(request.request_id))
             case _Cancel(request_id, reason):
                 held = self._requests.get(request_id)
-                if held is not None and held.state is not None:
-                    held.state.cancel_reason = reason
+                if held is not None:
+                    held.stop_reason = reason
                 self._schedule(CancelWanted(request_id))
             case _Call(function, future):
                 if future.set_running_or_notify_cancel():
@@ -222,6 +304,8 @@ class Engine:
             case _StoreAnswer(result):
                 self._core.store.on_result(result)
             case _Drain():
+                for agent in [] if self._draining else self._unsaved():
+                    self._submit_save(agent)  # the last chance for what the disk refused
                 self._draining = True
                 self._schedule(DrainWanted())
             case _Stop():
@@ -242,7 +326,7 @@ class Engine:
                     held = self._requests[request_id]
                     held.stopping = True
                     if held.state is not None:
-                        held.state.cancelled = True
+                        held.state.cancelled, held.state.cancel_reason = True, held.stop_reason
                 case DropQueued(request_id):
                     self._answer(request_id, None, Cancelled("cancelled while queued; nothing was computed"))
                 case RefuseBusy(request_id, queued):
@@ -258,7 +342,7 @@ class Engine:
             held.state.times.queued_s = self._core.clock() - held.submitted_s
             self._work = run_turn(self._core, held.state)
         else:
-            self._work = run_job(self._core, held.request)
+            self._work = run_job(self._core, held.request, held.stop)
         self._wait = None
 
     def _go_on(self) -> None:
@@ -268,13 +352,16 @@ class Engine:
         assert running is not None
         result: object = None
         error: KvdError | None = None
+        fault, self._wait_error = self._wait_error, None
         try:
-            self._wait = next(self._work)
+            self._wait = next(self._work) if fault is None else self._work.throw(fault)
             return
         except StopIteration as stop:
             result = stop.value
         except KvdError as caught:
             error = caught
+            if isinstance(caught, InternalError):
+                self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
         except Exception as caught:  # one request's bug must not end the daemon
             self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
             error = InternalError(f"the request failed: {type(caught).__name__}; the daemon's log has the details")
@@ -286,11 +373,36 @@ class Engine:
         self._schedule(Finished(running))
         if self._draining and self._scheduler.is_idle:
             self.drained.set()
+        self._retry_unsaved()
 
     def _answer(self, request_id: RequestId, result: object, error: KvdError | None) -> None:
         held = self._requests.pop(request_id)
-        self._on_request_done(self._line(held, result, error))
-        held.reply(result.to_wire() if isinstance(result, TurnResult) else result, error)
+        try:
+            self._on_request_done(self._line(held, result, error))
+        except Exception as caught:
+            self._callback_failed(caught)
+        self._reply(held, result, error)
+
+    def _reply(self, held: _Request, result: object, error: KvdError | None) -> None:
+        try:
+            held.reply(result.to_wire() if isinstance(result, TurnResult) else result, error)
+        except Exception as caught:
+            self._callback_failed(caught)
+
+    def _guarded(self, emit: Callable[[Mapping[str, object]], None]) -> Callable[[Mapping[str, object]], None]:
+        """A client's callback whose faults stay its own (its event loop may be gone)."""
+
+        def guarded(event: Mapping[str, object]) -> None:
+            try:
+                emit(event)
+            except Exception as caught:
+                self._callback_failed(caught)
+
+        return guarded
+
+    def _callback_failed(self, caught: Exception) -> None:
+        assert self._core is not None
+        self._core.log("callback_failed", error=f"{type(caught).__name__}: {caught}")
 
     def _line(self, held: _Request, result: object, error: KvdError | None) -> RequestLine:
         assert self._core is not None
@@ -323,15 +435,31 @@ class Engine:
             return
         self._last_tick_s = now
         self._core.memory.apply(Tick())
-        if self._work is None:
-            self._retry_unsaved()
+        sweep(self._core)
+        self._retry_unsaved()
+
+    def _unsaved(self) -> list[Agent]:
+        """Agents with changes that the disk refused, the one that waited longest first."""
+        assert self._core is not None
+        unsaved = [agent for agent in self._core.agents if agent.unsaved is not None]
+        return sorted(unsaved, key=lambda agent: agent.last_save)
 
     def _retry_unsaved(self) -> None:
         """Give the disk another chance for a turn it refused; queued like a request, so order is kept."""
-        assert self._core is not None
-        if self._draining or not self._scheduler.is_idle:
+        if self._draining or not self._scheduler.is_idle or time.monotonic() < self._next_save_s:
             return
-        unsaved = next((agent for agent in self._core.agents if agent.unsaved is not None), None)
-        if unsaved is not None:
-            request = JobRequest(self.new_request_id(), unsaved.ref, "save")
-            self._take(_Submit(request, lambda result, error: None))
+        for agent in self._unsaved()[:1]:
+            self._submit_save(agent)
+
+    def _submit_save(self, agent: Agent) -> None:
+        assert self._core is not None
+        agent.last_save = self._core.agents.tick()
+        self._take(_Submit(JobRequest(self.new_request_id(), agent.ref, "save"), self._saved))
+
+    def _saved(self, result: object, error: KvdError | None) -> None:
+        """While the disk refuses, tries get rarer; once it takes one, the others follow at once."""
+        if isinstance(result, dict) and result.get("durable"):
+            self._save_wait_s = 0.0
+        else:
+            self._save_wait_s = min(MAX_SAVE_WAIT_S, max(TICK_S, 2 * self._save_wait_s))
+        self._next_save_s = time.monotonic() + self._save_wait_s

@@ -5,17 +5,23 @@ CallerError
 └── Unsupported
 EnvironmentFault
 └── NotReady
+InternalError
+└── NonFiniteLogits
 """
 
 from __future__ import annotations
 
-from kvd.errors import CallerError, EnvironmentFault
+from kvd.errors import CallerError, EnvironmentFault, InternalError
 
 
 class MethodNotFound(CallerError):
     """No such method."""
 
     name = "method_not_found"
+
+
+class NonFiniteLogits(InternalError):
+    """Nothing can be sampled from the logits: NaN, plus infinity, or every token masked."""
 
 
 class NotReady(EnvironmentFault):

@@ -8,7 +8,7 @@ which gets owned bytes and never a view of a frame.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from kvd.vm.events import (
     WriteFailed,
     WritePage,
 )
+from kvd.vm.page import PageState
 from kvd.vm.pager import Pager
 
 
@@ -76,6 +77,7 @@ class MemoryStatistics:
     pages_loaded: int = 0
     pages_written: int = 0
     tails_loaded: int = 0
+    answers: int = 0
     load_failures: int = 0
     write_failures: int = 0
     last_write_failure: str | None = None
@@ -116,6 +118,7 @@ class Memory:
         self._on_event = on_event
         self._spaces: dict[SpaceId, SpaceFacts] = {}
         self._pages: dict[PageId, PageFacts] = {}
+        self._rewriting: set[PageId] = set()
         self._loading: dict[PageId, tuple[FrameId, PageLayout, int | None]] = {}
 
     # ---- spaces and pages -------------------------------------------------------------------------------------------
@@ -201,10 +204,34 @@ class Memory:
             case _:
                 raise TypeError(f"unknown instruction {instruction!r}")
 
+    # ---- pages whose durable copy vanished --------------------------------------------------------------------------
+
+    def write_again(self, space: SpaceId, pages: Collection[str]) -> None:
+        """Write resident pages once more whose durable copies the store has lost; `rewriting` tells until when.
+
+        The pager need not know: for it the pages are clean before and after.
+        """
+        for segment in self.pager.segments(space):
+            for page in segment.pages:
+                page_id, frame = page.ref.page_id, page.frame
+                if page_id in pages and page.state is PageState.CLEAN and frame is not None:
+                    self._rewriting.add(page_id)
+                    facts = self._pages[page_id]
+                    self._swap.write_page(facts.header, facts.layout, self.pool.export(frame))
+
+    @property
+    def rewriting(self) -> bool:
+        """Whether a write of `write_again` is under way."""
+        return bool(self._rewriting)
+
     # ---- what the store says ----------------------------------------------------------------------------------------
 
     def page_written(self, page: PageId, error: KvdError | None) -> None:
         """A write ended."""
+        self.statistics.answers += 1
+        if page in self._rewriting:
+            self._rewriting.remove(page)
+            return
         if error is None:
             self.statistics.pages_written += 1
             self.apply(WriteDone(page))
@@ -216,6 +243,7 @@ class Memory:
 
     def page_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
         """A read ended: `payload` fills the whole frame."""
+        self.statistics.answers += 1
         frame, layout, _ = self._loading.pop(page)
         if payload is None:
             self._lost(page, error)
@@ -227,13 +255,16 @@ class Memory:
 
     def tail_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
         """A tail came from the log: `[kv_heads, tokens, width]` per tensor, in layout order."""
+        self.statistics.answers += 1
         frame, layout, tokens = self._loading.pop(page)
         assert tokens is not None
-        if payload is None or len(payload) != tokens * layout.token_bytes:
+        # the log may hold more than is wanted: the tail may have been cut since
+        held_tokens, rest = divmod(len(payload or b""), layout.token_bytes)
+        if payload is None or rest or held_tokens < tokens:
             self._lost(page, error)
             return
         self.pool.create(frame, layout)
-        self.pool.insert(frame, 0, tokens, payload)
+        self.pool.insert(frame, 0, held_tokens, payload, upto=tokens)
         self.statistics.tails_loaded += 1
         self.apply(LoadDone(page))
 

@@ -131,15 +131,9 @@ class Params:
 
     def sampling(self) -> SamplingParams:
         """Sampling parameters (ranges are checked by `SamplingParams`)."""
-        bias = self._raw.get("logit_bias") or {}
-        if not isinstance(bias, Mapping):
+        bias = self._raw.get("logit_bias")
+        if not isinstance(bias, Mapping | None):
             raise InvalidParams("logit_bias must map token ids to numbers", parameter="logit_bias")
-        pairs: list[tuple[int, float]] = []
-        for token, value in bias.items():
-            try:
-                pairs.append((int(token), float(value)))
-            except (TypeError, ValueError):
-                raise InvalidParams("logit_bias must map token ids to numbers", parameter="logit_bias") from None
         return SamplingParams(
             temperature=self.number("temperature", 0.0),
             top_p=self.number("top_p", 1.0),
@@ -147,7 +141,7 @@ class Params:
             min_p=self.number("min_p", 0.0),
             repetition_penalty=self.number("repetition_penalty", 1.0),
             seed=self.optional_integer("seed"),
-            logit_bias=tuple(pairs),
+            logit_bias=tuple(_bias_pair(token, value) for token, value in (bias or {}).items()),
         )
 
     def messages(self) -> list[dict[str, object]]:
@@ -177,6 +171,18 @@ class Params:
     def raw(self, name: str) -> object:
         """The value as received."""
         return self._raw.get(name)
+
+
+def _bias_pair(token: object, value: object) -> tuple[int, float]:
+    """One entry of `logit_bias`. JSON has no other keys than strings, so `"7"` is an id too."""
+    number = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not isinstance(number, int) or isinstance(number, bool):
+        raise InvalidParams(
+            f"logit_bias must map token ids to numbers, not {token!r} to {value!r}", parameter="logit_bias"
+        )
+    assert isinstance(value, int | float)
+    return number, float(value)
 
 
 def check_text(name: str, value: str) -> None:

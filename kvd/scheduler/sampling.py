@@ -4,7 +4,7 @@ The hook chain is the seam for penalties and structured-output masks; it exists 
 samples around it. Sampling is stateless: the random number of a position depends on the seed and the position alone,
 so an agent that resumes after a crash draws what it would have drawn.
 
-May import numpy and kvd.errors.
+May import numpy, kvd.errors and kvd.scheduler.errors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import InvalidParams
+from kvd.scheduler.errors import NonFiniteLogits
 
 Logits = npt.NDArray[np.float32]
 LogitsHook = Callable[[Sequence[int], Logits], Logits]
 """(ids so far, logits [vocab]) -> logits [vocab]; may write into its argument."""
+
+
+MAX_BIAS = 1e6
+"""Greatest bias of a logit either way: far beyond any model's logits, so it bans or forces, and float32 holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,10 @@ class SamplingParams:
         min_p: least probability relative to the best, [0, 1).
         repetition_penalty: divides positive and multiplies negative logits of recent ids; 1 is off.
         seed: fixes the random numbers; None draws one for the request.
-        logit_bias: (id, bias) pairs added to the logits.
+        logit_bias: (id, bias) pairs added to the logits, each bias within `MAX_BIAS` of 0.
+
+    Raises:
+        InvalidParams: a value is out of its range; names the range.
     """
 
     temperature: float = 0.0
@@ -53,6 +61,7 @@ class SamplingParams:
             ("min_p", 0.0 <= self.min_p < 1.0, "at least 0 and below 1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
+            ("logit_bias", all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias), f"at most {MAX_BIAS:g} each way"),
         )
         for name, good, allowed in ranges:
             if not good:
@@ -119,17 +128,25 @@ class Sampler:
         Args:
             ids: all ids before it; `len(ids)` is its position.
             logits: float32 [vocab], owned by the sampler from here on.
+
+        Raises:
+            NonFiniteLogits: they hold NaN or plus infinity, or nothing but minus infinity.
         """
         for hook in self._hooks:
             logits = hook(ids, logits)
         params = self._params
+        best = int(np.argmax(logits))
+        # argmax finds a NaN before anything else; a best of minus infinity means that every token is masked
+        if not np.isfinite(logits[best]):
+            raise NonFiniteLogits(f"the model's logits after {len(ids)} tokens are {logits[best]}", tokens=len(ids))
         if params.temperature == 0.0:
-            return int(np.argmax(logits))
-        scaled = logits.astype(np.float64) / params.temperature
+            return best
+        with np.errstate(over="ignore"):  # a tiny temperature drives everything but the best to minus infinity
+            scaled = (logits.astype(np.float64) - float(logits[best])) / params.temperature
         order = np.argsort(-scaled, kind="stable")
         if params.top_k:
             order = order[: params.top_k]
-        weights = np.exp(scaled[order] - scaled[order[0]])
+        weights = np.exp(scaled[order])
         keep = weights >= params.min_p
         order, weights = order[keep], weights[keep]
         cumulative = np.cumsum(weights)

@@ -133,26 +133,31 @@ class KvdService:
 
     async def _turn(self, params: Params, context: CallContext, prompt: TypedText, *, append: bool = False) -> object:
         await self._wait_ready()
-        emit = self._emitter(context) if params.flag("stream", default=True) else _ignore
+        emit = self._emitter(context, all_events=params.flag("stream", default=True))
         request = TurnRequest(
             request_id=self._engine.new_request_id(),
             ref=params.ref(),
             prompt=prompt,
             append=append,
-            max_tokens=0 if append else params.integer("max_tokens", default=256, low=1, high=MAX_NEW_TOKENS),
+            max_tokens=0 if append else params.integer("max_tokens", default=256, low=0, high=MAX_NEW_TOKENS),
             sampling=params.sampling(),
             stop=params.stop(),
             emit=emit,
         )
-        return await self._submit(request, context)
+        result = await self._submit(request, context)
+        if isinstance(result, dict) and not append and result["finish_reason"] == "injected":
+            result["finish_reason"] = "length"  # `max_tokens` 0: computed as far as was asked for
+        return result
 
     @staticmethod
-    def _emitter(context: CallContext) -> Callable[[Mapping[str, object]], None]:
+    def _emitter(context: CallContext, *, all_events: bool) -> Callable[[Mapping[str, object]], None]:
         loop = asyncio.get_running_loop()
 
         def emit(event: Mapping[str, object]) -> None:
-            # asyncio is not thread safe: events cross from the engine thread through the loop's own door
-            loop.call_soon_threadsafe(context.emit, dict(event))
+            # a client that wants no stream still gets the one event its clock needs
+            if all_events or event["type"] == "first_token":
+                # asyncio is not thread safe: events cross from the engine thread through the loop's own door
+                loop.call_soon_threadsafe(context.emit, dict(event))
 
         return emit
 
@@ -293,10 +298,6 @@ def _post(
     """Carry a reply from the engine thread to the loop; a loop that is gone (forced exit) has no one to tell."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle, result, error)
-
-
-def _ignore(event: Mapping[str, object]) -> None:
-    """The client wants no stream."""
 
 
 def _tools(params: Params) -> list[dict[str, object]] | None:

@@ -71,6 +71,7 @@ class StoreDoor:
         self._tails: dict[tuple[AgentRef, int, int], list[PageId]] = {}
         self._answers: dict[tuple[str, str, int], RecordAnswer] = {}
         self._log_answers: dict[AgentRef, RecordAnswer] = {}
+        self._deletions: dict[str, RecordAnswer] = {}
 
     def connect(self, taker: PageTaker) -> None:
         """Name the taker of page answers (it is made after the door)."""
@@ -106,8 +107,9 @@ class StoreDoor:
         self._log_answers[ref] = answer
         self._swap.submit(DeleteLogOp(ref.namespace, ref.agent))
 
-    def delete_page(self, page: PageId) -> None:
-        """Queue the deletion of a page file."""
+    def delete_page(self, page: PageId, answer: RecordAnswer) -> None:
+        """Queue the deletion of a page file; the store refuses while a log names the page."""
+        self._deletions[page] = answer
         self._swap.submit(DeletePageOp(page))
 
     def statistics(self) -> SwapStatistics:
@@ -138,8 +140,7 @@ class StoreDoor:
                 for ref in [ref for ref in self._log_answers if (ref.namespace, ref.agent) == (namespace, agent)]:
                     self._log_answers.pop(ref)(result)
             case DeletePageOp(page_id):
-                if result.error is not None:
-                    self._log("page_not_deleted", page=page_id, reason=result.error.message)
+                self._deletions.pop(page_id)(result)
 
     def _tail_came(self, namespace: str, agent: str, branch: int, group: int, result: SwapResult) -> None:
         assert self._taker is not None

@@ -238,7 +238,8 @@ def _next_branch(
     )
     _check(len(record.token_ids) == len(record.token_bytes), "token ids and token bytes differ in number")
     kept_bytes = base.token_bytes[:cut]
-    _check(sum(kept_bytes) == record.base_text_bytes, "the text is cut where no token starts")
+    kept_text = len(base.text) if cut == len(base.tokens) else sum(kept_bytes)  # a plain turn must not cost O(text)
+    _check(kept_text == record.base_text_bytes, "the text is cut where no token starts")
     tokens = base.tokens[:cut] + record.token_ids
     token_bytes = kept_bytes + record.token_bytes
     text = base.text[: record.base_text_bytes] + record.text

@@ -36,6 +36,9 @@ CREATE TABLE agents (namespace TEXT, agent TEXT, log_name TEXT, seq INTEGER, log
     tokens INTEGER, branches INTEGER, updated_s REAL, row_xxh3 BLOB, PRIMARY KEY (namespace, agent)) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER, row_xxh3 BLOB) WITHOUT ROWID;
 """
+CATALOG_ERRORS: Final = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
+"""What a damaged database can raise. ValueError: text, even that of SQLite's own error message, that is not UTF-8."""
+
 _FILES: Final = ("", "-wal", "-shm", "-journal")
 
 
@@ -119,7 +122,7 @@ class Catalog:
     """An open catalog. Use `open_catalog`.
 
     Raises:
-        sqlite3.Error: any method, when the database is damaged or the disk refuses.
+        CATALOG_ERRORS: any method, when the database is damaged or the disk refuses.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -200,7 +203,7 @@ def open_catalog(fs: FileSystem, path: Path, fingerprint: str) -> tuple[Catalog,
         The catalog, its contents, and facts about what was dropped (empty when all was well).
 
     Raises:
-        sqlite3.Error, OSError: not even a new one can be made.
+        CATALOG_ERRORS: not even a new one can be made.
     """
     real = fs.database_path(path)
     existed = fs.stat(path) is not None
@@ -208,13 +211,13 @@ def open_catalog(fs: FileSystem, path: Path, fingerprint: str) -> tuple[Catalog,
     if existed:
         try:
             catalog = Catalog(_connect(fs, path))
-        except (sqlite3.Error, OSError) as error:
+        except CATALOG_ERRORS as error:
             reason = f"it cannot be opened ({error})"
         else:
             try:
                 _check_identity(catalog, fingerprint)
                 contents = catalog.read()
-            except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
+            except CATALOG_ERRORS as error:
                 reason = f"it cannot be read ({error})"
             else:
                 if not contents.bad_rows:
@@ -272,6 +275,7 @@ def _set_identity(catalog: Catalog, fingerprint: str) -> None:
 
 
 __all__ = [
+    "CATALOG_ERRORS",
     "CATALOG_VERSION",
     "AgentRow",
     "Catalog",

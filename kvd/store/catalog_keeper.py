@@ -7,12 +7,11 @@ next commit. May import siblings of kvd.store.
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 import time
 from collections.abc import Callable
 
 from kvd.ids import PageId
-from kvd.store.catalog import AgentRow, Catalog, PageRow, open_catalog
+from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, PageRow, open_catalog
 from kvd.store.fs import FileSystem
 from kvd.store.layout import DataFolder
 from kvd.store.page_file import PageHeader
@@ -79,7 +78,7 @@ class CatalogKeeper:
         self.close()
         try:
             catalog, contents, facts = open_catalog(self._fs, self._path, self._fingerprint)
-        except (sqlite3.Error, OSError) as error:
+        except CATALOG_ERRORS as error:
             self._facts(f"no catalog: {error}")
             return
         for fact in facts:
@@ -98,7 +97,7 @@ class CatalogKeeper:
                 if old is None or (old.seq, old.log_checksum) != (row.seq, row.log_checksum):
                     catalog.put_agent(row)
             catalog.commit()
-        except sqlite3.Error as error:
+        except CATALOG_ERRORS as error:
             self._facts(f"no catalog: {error}")
             catalog.close()
             return
@@ -107,7 +106,7 @@ class CatalogKeeper:
     def close(self) -> None:
         """Close without committing."""
         if self._catalog is not None:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(*CATALOG_ERRORS):
                 self._catalog.close()
             self._catalog = None
         self._uncommitted = False
@@ -118,7 +117,7 @@ class CatalogKeeper:
         try:
             action(self._catalog)
             self._uncommitted = True
-        except sqlite3.Error as error:
+        except CATALOG_ERRORS as error:
             self._facts(f"catalog failed: {error}")
             self.renew()
 

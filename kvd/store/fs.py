@@ -218,7 +218,8 @@ def _read_exactly(handle: int, limit: int) -> bytes:
 def make_folder(fs: FileSystem, path: Path) -> None:
     """Make `path` and its missing parents, each durable; a folder that exists becomes 0700 if it was wider.
 
-    Parents that exist are left as they are: they are not ours.
+    A folder that exists is made durable too: whoever made it may have died, or failed, before that. Parents that exist
+    are left as they are: they are not ours, and one that may not be opened is somebody else's to flush.
 
     Raises:
         OSError: the disk refused, or something else has the name.
@@ -231,6 +232,9 @@ def make_folder(fs: FileSystem, path: Path) -> None:
             fs.mkdir(path)
         fs.fsync_dir(path.parent)
         found = fs.stat(path)
+    else:
+        with contextlib.suppress(PermissionError):
+            fs.fsync_dir(path.parent)
     if found is None or not found.is_folder:
         raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path))
     if found.mode & 0o077:

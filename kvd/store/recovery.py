@@ -17,7 +17,6 @@ May import kvd.ids, kvd.quant.spec and siblings of kvd.store.
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Literal
 from kvd.ids import PageId
 from kvd.store.agent_image import AgentImage, Layouts, apply
 from kvd.store.agent_log import LogScan, log_seed, scan_log
-from kvd.store.catalog import AgentRow, Catalog, CatalogContents, PageRow, open_catalog
+from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, CatalogContents, PageRow, open_catalog
 from kvd.store.errors import RecordInvalid
 from kvd.store.fs import FileSystem, folder_bytes, is_temp_name, write_file
 from kvd.store.layout import DataFolder, is_log_name, log_name
@@ -145,6 +144,8 @@ class _Recovery:
     def _read_logs(self, contents: CatalogContents) -> None:
         agents_folder = self.folder.agents_folder(self.fingerprint)
         names: list[str] = []
+        if not self.dry_run:
+            self.fs.fsync_dir(agents_folder)  # names that a killed process left in the system's cache only
         with contextlib.suppress(FileNotFoundError):
             names = self.fs.listdir(agents_folder)
         committed = {row.log_name: row for row in contents.agents.values()}
@@ -182,6 +183,8 @@ class _Recovery:
             reason = f"the catalog knows {committed.seq} records, the log has {seq}"
             self.troubles.append(LogTrouble(path.name, ref, "stale", good, 0, reason))
         if image is not None and ref is not None:
+            if not stale and (committed is None or committed.seq != seq):
+                self._flush_log(path)
             last = next(frame for frame in reversed(scan.frames) if frame.end <= good)
             self.agents[ref] = image
             self.logs[ref] = LogScan((), good, last.checksum, None)  # no frames: images of many agents keep no KV
@@ -200,6 +203,16 @@ class _Recovery:
                 return image, good, error.message
             good = frame.end
         return image, good, ""
+
+    def _flush_log(self, path: Path) -> None:
+        """A killed process may have left a record that is in the system's cache only; from here on it counts."""
+        if self.dry_run:
+            return
+        handle = self.fs.open_append(path)
+        try:
+            self.fs.fsync(handle)
+        finally:
+            self.fs.close(handle)
 
     def _cut_log(self, path: Path, data: bytes, good: int, *, aside: bool) -> None:
         """Cut a log to its good part; the rest goes to quarantine first when it was committed."""
@@ -314,7 +327,7 @@ class _Recovery:
             return None, CatalogContents({}, {}, {}, 0), ()
         try:
             return open_catalog(self.fs, path, self.fingerprint)
-        except sqlite3.Error as error:
+        except CATALOG_ERRORS as error:
             return None, CatalogContents({}, {}, {}, 0), (f"no catalog: {error}",)
 
     def _reconcile(self, catalog: Catalog | None, contents: CatalogContents) -> tuple[int, int]:
@@ -327,7 +340,7 @@ class _Recovery:
             ref for ref, row in contents.agents.items() if ref not in self.agents and row.log_name not in unreadable
         ]
         if catalog is not None:
-            with contextlib.suppress(sqlite3.Error):  # derived state: a slower next start is all that is lost
+            with contextlib.suppress(*CATALOG_ERRORS):  # derived state: a slower next start is all that is lost
                 for page_id in adopted:
                     catalog.put_page(
                         PageRow.of(self.pages[page_id], file_bytes=self.file_bytes[page_id], created_s=now_s)

@@ -259,6 +259,7 @@ class SwapStore:
         return SwapResult(op, None, 0.0, image=image)
 
     def _delete_page(self, page_id: str) -> None:
+        self._swap.path(page_id)  # refuses what is no page id now, not when the file's turn comes
         references = self._logs.references(page_id)
         if references:
             raise PageReferenced(page_id=page_id, references=references)

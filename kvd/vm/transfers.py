@@ -114,8 +114,8 @@ class Transfers:
         """
         shortage_bytes = self._budget.copy_shortage_bytes(want_bytes)
         victims: list[Page] = []
-        if shortage_bytes <= 0:
-            return victims
+        if want_bytes <= 0 or shortage_bytes <= 0:
+            return victims  # What takes no more than it frees is allowed even while a smaller budget is out of reach.
         for page in self._policy.order(self._spaces.values()):
             if page.droppable and page.page_id not in keep:
                 victims.append(page)

@@ -10,7 +10,7 @@ import pytest
 from kvd_client import AsyncClient, CallTimeout, Cancelled, DaemonUnreachable
 from kvd_client.errors import AgentNotFound, InvalidText, ProtocolViolation
 from kvd_client.stream import FirstToken, Queued, Text
-from tests.client.test_client import Impostor
+from tests.client.impostor import Impostor
 from tests.front.peer_socket import RawPeer
 from tests.front.service import WORDS, FakeService
 from tests.front.test_server import on_loop, running, until

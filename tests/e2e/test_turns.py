@@ -24,6 +24,7 @@ def test_only_uncached_tokens_are_computed(daemon: Daemon) -> None:
     """P1: the daemon's counter grows exactly by the tokens the replies call uncached, and by each decode step."""
     text, computed, reused = prose(300, "p1"), daemon.statistics()["tokens_computed"], 0
     begin_reused = daemon.statistics()["tokens_reused"]
+    known = 0
     for turn, new_tokens in enumerate((0, 40, 1, 300, 7)):
         text += prose(new_tokens, f"p1-{turn}")
         result = daemon.client.generate("p1", text, max_tokens=6)
@@ -31,9 +32,9 @@ def test_only_uncached_tokens_are_computed(daemon: Daemon) -> None:
         assert now["tokens_computed"] - computed == result.prompt_tokens - result.cached_tokens + 5
         computed, reused = now["tokens_computed"], reused + result.cached_tokens
         assert now["tokens_reused"] - begin_reused == reused
-        if turn:
-            # the last sampled token of the turn before is pending: all others of its text are reused
-            assert result.cached_tokens == result.prompt_tokens - new_tokens - 1
+        # everything with KV is reused; the last sampled token of the turn before is pending
+        assert result.cached_tokens == min(known, result.prompt_tokens - 1)
+        known = daemon.client.agent_info("p1").computed_tokens
         text += result.text
 
 
@@ -44,9 +45,9 @@ def test_five_turns_in_a_row_are_hits(daemon: Daemon) -> None:
     for turn in range(5):
         result = daemon.client.generate("p16", text, max_tokens=4)
         assert result.match == ("extend" if turn else "new")
-        assert result.cached_tokens == max(0, known - 1)
+        assert result.cached_tokens == known
         text += result.text + prose(9, turn)
-        known = daemon.client.agent_info("p16").tokens
+        known = daemon.client.agent_info("p16").computed_tokens
 
 
 def test_the_same_prompt_again_recomputes_one_token_at_most(daemon: Daemon) -> None:
@@ -117,11 +118,11 @@ def test_chat_continues_a_conversation(daemon: Daemon) -> None:
     first = client.chat("chat", messages, max_tokens=10)
     assert first.match == "new"
     assert first.server["message"] == {"role": "assistant", "content": first.text}
-    known = client.agent_info("chat").tokens
+    known = client.agent_info("chat").computed_tokens
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "and then"}]
     second = client.chat("chat", messages, max_tokens=10)
     assert second.match == "extend"
-    assert second.cached_tokens == known - 1
+    assert second.cached_tokens == known
     assert second.prompt_tokens > known
 
 
@@ -212,3 +213,20 @@ def test_unknown_methods_and_agents_are_named(daemon: Daemon) -> None:
     for call in (daemon.client.agent_info, daemon.client.evict, daemon.client.delete, daemon.client.pin):
         with pytest.raises(errors.AgentNotFound, match="nobody"):
             call("nobody")
+
+
+def test_without_a_stream_the_first_token_is_still_timed(daemon: Daemon) -> None:
+    """`stream` False leaves one event, the one the client's clock needs."""
+    text = prose(20, "no-stream")
+    with daemon.client.generate_stream("no-stream", text, max_tokens=4, stream=False) as stream:
+        assert list(stream) == [FirstToken()]
+    assert stream.result.ttft_s is not None
+
+
+def test_no_new_tokens_computes_the_prompt_only(daemon: Daemon) -> None:
+    """`max_tokens` 0 warms an agent up with its whole text: no text comes, the next turn recomputes one token."""
+    text = prose(300, "warm")
+    warm = daemon.client.generate("warm", text, max_tokens=0)
+    assert (warm.text, warm.finish_reason, warm.completion_tokens, warm.durable) == ("", "length", 0, True)
+    assert daemon.client.agent_info("warm").computed_tokens == 300
+    assert daemon.client.generate("warm", text, max_tokens=1).cached_tokens == 299

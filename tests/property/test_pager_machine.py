@@ -375,11 +375,10 @@ class PagerMachine(RuleBasedStateMachine):
         space = self.pick(data, active=False)
         if space is None:
             return
-        evictions = self.pager.statistics().evictions
-        waiting = self.pager.statistics().waiting_spaces
+        before = self.pager.statistics()
         self.send(ev.PrefetchHinted(space))
-        if not waiting and not self.shrunk and self.pager.statistics().resident_bytes < self.pager.usable_bytes:
-            assert self.pager.statistics().evictions == evictions, "a hint evicts nothing"
+        if not before.waiting_spaces and before.resident_bytes <= self.pager.usable_bytes:
+            assert self.pager.statistics().evictions == before.evictions, "a hint evicts nothing"
 
     def evict(self, data: st.DataObject) -> None:
         """The user evicts; what is pinned refuses."""

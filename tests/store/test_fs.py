@@ -173,3 +173,18 @@ def test_the_meter_counts_bytes_and_flushes(tmp_path: Path) -> None:
     write_file(fs, tmp_path / "file", [b"12345"])
     fs.read(tmp_path / "file", limit=3)
     assert (fs.bytes_written, fs.bytes_read, fs.fsyncs) == (5, 3, 2)
+
+
+def test_a_folder_whose_flush_failed_is_durable_after_the_retry(tmp_path: Path) -> None:
+    """`mkdir` worked, the flush of its parent did not: making it again must flush, although it is there."""
+    survived = set()
+    for seed in range(30):
+        fs = LossyFileSystem(tmp_path / "side", seed=seed)
+        fs.fail = lambda number, name, path: errno.EIO if name == "fsync_dir" else None
+        with pytest.raises(OSError):
+            make_folder(fs, Path("/root"))
+        fs.fail = lambda number, name, path: None
+        make_folder(fs, Path("/root"))
+        fs.crash()
+        survived.add(fs.stat(Path("/root")) is not None)
+    assert survived == {True}

@@ -3,8 +3,8 @@
 The model. A folder's names and a file's content are durable separately. Content becomes durable by `fsync` of the file,
 names (creations, renames, removals, new folders) by `fsync_dir` of their folder. Everything else may survive or not,
 independently and in any order: each unflushed name change is kept or dropped, each unflushed write is kept, dropped,
-torn at any byte or replaced by zeros. A rename is one change per folder it touches. After a failed `fsync` the data that
-was to be flushed is in doubt for good: a later success does not cover it (as on Linux).
+torn at any byte or replaced by zeros. A rename is one change per folder it touches. After a failed `fsync` the data
+that was to be flushed is in doubt for good: a later success does not cover it (as on Linux).
 
 Faults: `crash_at` stops the world at the n-th operation (a write may then have happened in part); `fail` makes
 operations raise OSError. `operations` counts.
@@ -20,58 +20,16 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvd.store.fs import FileHandle, FileStat
+from tests.support.lossy_nodes import File, Folder, Truncate, Write, change_content
 
 CATALOG = "catalog.sqlite3"
 
 
 class SimulatedCrash(BaseException):
     """The machine died. Not an Exception: no handler of the code under test may survive it."""
-
-
-@dataclass
-class _Write:
-    offset: int
-    data: bytes
-    doubtful: bool = False
-
-
-@dataclass
-class _Truncate:
-    file_bytes: int
-    doubtful: bool = False
-
-
-@dataclass
-class _File:
-    """Content as programs see it, as is certain, and the changes in between."""
-
-    live: bytearray = field(default_factory=bytearray)
-    durable: bytearray = field(default_factory=bytearray)
-    pending: list[_Write | _Truncate] = field(default_factory=list)
-    mode: int = 0o600
-    mtime: int = 0
-
-
-@dataclass
-class _Folder:
-    live: dict[str, _File | _Folder] = field(default_factory=dict)
-    durable: dict[str, _File | _Folder] = field(default_factory=dict)
-    pending: list[list[tuple[str, _File | _Folder | None]]] = field(default_factory=list)
-    mode: int = 0o700
-
-
-def _change(content: bytearray, change: _Write | _Truncate) -> None:
-    if isinstance(change, _Truncate):
-        del content[change.file_bytes :]
-        content.extend(bytes(change.file_bytes - len(content)))
-        return
-    if len(content) < change.offset:
-        content.extend(bytes(change.offset - len(content)))
-    content[change.offset : change.offset + len(change.data)] = change.data
 
 
 class LossyFileSystem:
@@ -90,8 +48,8 @@ class LossyFileSystem:
         self.crash_at: int | None = None
         self.fail: Callable[[int, str, Path | None], int | None] = lambda number, name, path: None
         self.catalog_after_crash = "keep"
-        self._root = _Folder()
-        self._handles: dict[int, tuple[_File, Path]] = {}
+        self._root = Folder()
+        self._handles: dict[int, tuple[File, Path]] = {}
         self._side_handles: set[int] = set()
         self._next_handle = 1000
         self._dead = False
@@ -134,7 +92,7 @@ class LossyFileSystem:
         if self._dead:
             raise SimulatedCrash
 
-    def _settle(self, folder: _Folder) -> None:
+    def _settle(self, folder: Folder) -> None:
         """Turn a folder into what a crash leaves of it."""
         changes = [change for change in folder.pending if self.random.random() < 0.5]
         if self.random.random() < 0.5:
@@ -144,32 +102,32 @@ class LossyFileSystem:
         folder.pending.clear()
         folder.live = dict(folder.durable)
         for node in folder.live.values():
-            if isinstance(node, _Folder):
+            if isinstance(node, Folder):
                 self._settle(node)
             else:
                 self._settle_file(node)
 
-    def _settle_file(self, file: _File) -> None:
+    def _settle_file(self, file: File) -> None:
         style = self.random.choice(("none", "all", "some"))
         for change in file.pending:
             keep = style == "all" or (style == "some" and self.random.random() < 0.5)
             if not keep:
-                if style == "some" and isinstance(change, _Write) and self.random.random() < 0.5:
+                if style == "some" and isinstance(change, Write) and self.random.random() < 0.5:
                     self._torn(file, change)
                 continue
-            _change(file.durable, change)
+            change_content(file.durable, change)
         file.pending.clear()
         file.live = bytearray(file.durable)
 
-    def _torn(self, file: _File, change: _Write) -> None:
+    def _torn(self, file: File, change: Write) -> None:
         cut = self.random.randrange(len(change.data) + 1)
         if self.random.random() < 0.5:
-            _change(file.durable, _Write(change.offset, change.data[:cut]))
+            change_content(file.durable, Write(change.offset, change.data[:cut]))
         else:
-            _change(file.durable, _Write(change.offset, change.data[:cut] + bytes(len(change.data) - cut)))
+            change_content(file.durable, Write(change.offset, change.data[:cut] + bytes(len(change.data) - cut)))
 
     @staticmethod
-    def _apply_names(names: dict[str, _File | _Folder], change: list[tuple[str, _File | _Folder | None]]) -> None:
+    def _apply_names(names: dict[str, File | Folder], change: list[tuple[str, File | Folder | None]]) -> None:
         for name, node in change:
             if node is None:
                 names.pop(name, None)
@@ -177,13 +135,11 @@ class LossyFileSystem:
                 names[name] = node
 
     def _treat_catalog(self) -> None:
-        if not self.side.exists():
-            return
         backup = self.side.with_name(self.side.name + ".old")
         if self.catalog_after_crash == "delete":
-            shutil.rmtree(self.side)
+            shutil.rmtree(self.side, ignore_errors=True)
         elif self.catalog_after_crash == "older" and backup.exists():
-            shutil.rmtree(self.side)
+            shutil.rmtree(self.side, ignore_errors=True)
             shutil.copytree(backup, self.side)
         elif self.catalog_after_crash == "garbage":
             for path in self.side.rglob(f"{CATALOG}*"):
@@ -196,30 +152,28 @@ class LossyFileSystem:
         """Keep a copy of the catalog's files for `catalog_after_crash = "older"`."""
         backup = self.side.with_name(self.side.name + ".old")
         shutil.rmtree(backup, ignore_errors=True)
-        if self.side.exists():
-            shutil.copytree(self.side, backup)
+        shutil.copytree(self.side, backup)
 
     # ---- direct access for tests ------------------------------------------------------------------------------------
 
     def poke(self, path: Path, data: bytes) -> None:
         """Put a durable file there, as another program would have; parents must exist."""
         parent = self._folder(path.parent)
-        file = _File(bytearray(data), bytearray(data))
+        file = File(bytearray(data), bytearray(data))
         parent.live[path.name] = parent.durable[path.name] = file
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder with all in it, as `rm -r` would."""
-        parent = self._folder(path.parent)
-        parent.live.pop(path.name, None)
-        parent.durable.pop(path.name, None)
+        for names in (self._folder(path.parent).live, self._folder(path.parent).durable):
+            names.pop(path.name, None)
 
     def live_files(self) -> dict[Path, bytes]:
         """Every file a program would see now."""
         found: dict[Path, bytes] = {}
 
-        def walk(folder: _Folder, path: Path) -> None:
+        def walk(folder: Folder, path: Path) -> None:
             for name, node in folder.live.items():
-                if isinstance(node, _Folder):
+                if isinstance(node, Folder):
                     walk(node, path / name)
                 else:
                     found[path / name] = bytes(node.live)
@@ -250,7 +204,7 @@ class LossyFileSystem:
         self._die_if_dead_sometimes()
         folder = self._folder(path.parent)
         file = folder.live.get(path.name)
-        if isinstance(file, _Folder):
+        if isinstance(file, Folder):
             raise IsADirectoryError(errno.EISDIR, "folder", str(path))
         return self._open(file or self._new_file(folder, path), path)
 
@@ -273,8 +227,8 @@ class LossyFileSystem:
         file, path = self._file(handle)
         self._step("truncate", path)
         self._die_if_dead_sometimes()
-        change = _Truncate(file_bytes)
-        _change(file.live, change)
+        change = Truncate(file_bytes)
+        change_content(file.live, change)
         file.pending.append(change)
         self._die_if_dead()
 
@@ -290,7 +244,7 @@ class LossyFileSystem:
         self._die_if_dead_sometimes()
         for change in file.pending:
             if not change.doubtful or self.random.random() < 0.5:
-                _change(file.durable, change)
+                change_content(file.durable, change)
         file.pending.clear()
         self._die_if_dead()
 
@@ -333,7 +287,7 @@ class LossyFileSystem:
         parent = self._folder(path.parent)
         if path.name in parent.live:
             raise FileExistsError(errno.EEXIST, "exists", str(path))
-        folder = _Folder()
+        folder = Folder()
         parent.live[path.name] = folder
         parent.pending.append([(path.name, folder)])
         self._die_if_dead()
@@ -364,7 +318,7 @@ class LossyFileSystem:
         node = self._node(path)
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
-        if isinstance(node, _Folder):
+        if isinstance(node, Folder):
             raise IsADirectoryError(errno.EISDIR, "folder", str(path))
         data = bytes(node.live[offset:])
         return data if limit < 0 else data[:limit]
@@ -383,7 +337,7 @@ class LossyFileSystem:
         node = self._node(path)
         if node is None:
             return None
-        if isinstance(node, _Folder):
+        if isinstance(node, Folder):
             return FileStat(True, 0, node.mode, 0.0)
         return FileStat(False, len(node.live), node.mode, float(node.mtime))
 
@@ -404,43 +358,43 @@ class LossyFileSystem:
         if self._dead and self.random.random() < 0.5:
             raise SimulatedCrash
 
-    def _node(self, path: Path) -> _File | _Folder | None:
-        node: _File | _Folder = self._root
+    def _node(self, path: Path) -> File | Folder | None:
+        node: File | Folder = self._root
         for part in path.parts[1:]:
-            if not isinstance(node, _Folder) or part not in node.live:
+            if not isinstance(node, Folder) or part not in node.live:
                 return None
             node = node.live[part]
         return node
 
-    def _folder(self, path: Path) -> _Folder:
+    def _folder(self, path: Path) -> Folder:
         node = self._node(path)
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "no such folder", str(path))
-        if not isinstance(node, _Folder):
+        if not isinstance(node, Folder):
             raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path))
         return node
 
-    def _file(self, handle: FileHandle) -> tuple[_File, Path]:
+    def _file(self, handle: FileHandle) -> tuple[File, Path]:
         self._die_if_dead()
         if handle not in self._handles:
             raise OSError(errno.EBADF, "bad handle")
         return self._handles[handle]
 
-    def _new_file(self, folder: _Folder, path: Path) -> _File:
-        file = _File()
+    def _new_file(self, folder: Folder, path: Path) -> File:
+        file = File()
         folder.live[path.name] = file
         folder.pending.append([(path.name, file)])
         return file
 
-    def _open(self, file: _File, path: Path) -> FileHandle:
+    def _open(self, file: File, path: Path) -> FileHandle:
         self._next_handle += 1
         self._handles[self._next_handle] = (file, path)
         self._die_if_dead()
         return FileHandle(self._next_handle)
 
-    def _write(self, file: _File, data: bytes) -> None:
-        change = _Write(len(file.live), data)
-        _change(file.live, change)
+    def _write(self, file: File, data: bytes) -> None:
+        change = Write(len(file.live), data)
+        change_content(file.live, change)
         file.pending.append(change)
         self._clock += 1
         file.mtime = self._clock

@@ -386,6 +386,23 @@ def test_a_smaller_budget_full_of_dirty_pages_is_still_reached() -> None:
     assert desk.pager.statistics().resident_bytes == PAGE_BYTES
 
 
+def test_cuts_that_take_no_room_work_while_the_budget_is_out_of_reach() -> None:
+    """A rollback or fork at a page border, and a cut that frees as much as it copies, are never refused for room."""
+    desk = Desk(12)
+    desk.create(A)
+    desk.send(ev.Activated(A))
+    desk.send(ev.GrowthWanted(A, 23))
+    desk.append(A, 23)
+    desk.settle()
+    desk.send(ev.BudgetChanged(PAGE_BYTES))
+    desk.send(ev.Forked(A, B, 16))
+    desk.send(ev.RolledBack(A, 18))
+    desk.send(ev.RolledBack(A, 16))
+    assert desk.states(A) == desk.states(B) == ["clean"] * 4
+    with pytest.raises(NoRoomForCopy):
+        desk.send(ev.RolledBack(A, 14))
+
+
 def test_an_uncommitted_tail_is_never_dropped() -> None:
     """A tail the log does not hold to its end stays in RAM; the commit lets a wanted eviction go on."""
     desk = Desk(20)

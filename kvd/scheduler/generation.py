@@ -1,0 +1,186 @@
+"""The computing part of a turn: steps of the model, prefill in chunks, decode until something ends it.
+
+Owner: the engine thread. May import kvd.model (through the core), kvd.vm.events and siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from kvd.scheduler.agents import Branch
+from kvd.scheduler.requests import FinishReason
+from kvd.scheduler.sampling import Logits, Sampler
+from kvd.scheduler.stopping import StopWatch
+from kvd.scheduler.waiting import Stop, Wait, Waiting, never, raise_if_stopped, until_ready
+from kvd.vm.events import GrowthWanted
+
+if TYPE_CHECKING:
+    from kvd.scheduler.core import EngineCore
+    from kvd.scheduler.turn import TurnState
+
+
+def step(
+    core: EngineCore, branch: Branch, ids: list[int], stop: Stop, *, wants_logits: bool
+) -> Generator[Wait, None, Logits | None]:
+    """Compute KV of the branch's next `ids`; logits [vocab] of the last one when wanted.
+
+    Raises:
+        Cancelled, Busy: no frame for the tokens (see `until_ready`).
+        KvdError: the model failed; none of the tokens count, and the branch can go on.
+    """
+    core.memory.apply(GrowthWanted(branch.space, len(ids)))
+    if not core.pager.is_ready(branch.space):
+        yield from until_ready(core, branch.space, stop)
+    sequence = core.sequence(branch)
+    try:
+        logits = core.forward.step(sequence, ids, wants_logits=wants_logits)
+    except BaseException:
+        sequence.abort_step()
+        raise
+    core.memory.append(branch.space, len(ids), core.page_keys(branch, len(ids)))
+    branch.computed += len(ids)
+    core.stats.tokens_computed += len(ids)
+    return logits
+
+
+def replay(core: EngineCore, branch: Branch) -> Logits:
+    """Logits [vocab] of the branch's last token again, from KV that exists."""
+    sequence = core.sequence(branch)
+    try:
+        logits = core.forward.replay(sequence, branch.tokens[-1])
+    except BaseException:
+        sequence.abort_step()
+        raise
+    core.stats.tokens_replayed += 1
+    return logits
+
+
+def compute_tokens(
+    core: EngineCore,
+    branch: Branch,
+    stop: Stop,
+    *,
+    wants_logits: bool = False,
+    on_chunk: Callable[[], None] = lambda: None,
+) -> Generator[Wait, None, Logits | None]:
+    """Compute every token of the branch that has no KV, in chunks; logits of the last one when wanted.
+
+    Raises:
+        Cancelled, Busy, KvdError: as `step`; whole chunks that were computed stay.
+    """
+    logits: Logits | None = None
+    total = len(branch.tokens)
+    while branch.computed < total:
+        raise_if_stopped(stop)
+        chunk = branch.tokens[branch.computed : branch.computed + core.chunk_tokens]
+        is_last = branch.computed + len(chunk) == total
+        logits = yield from step(core, branch, chunk, stop, wants_logits=is_last and wants_logits)
+        on_chunk()
+        yield None
+    return logits
+
+
+class Generation:
+    """What a turn adds to one branch. `text` is what the client gets.
+
+    Args:
+        core: the engine's parts.
+        branch: active and ready; its tokens are the prompt.
+        state: request, cancellation, times.
+        sampler: chooses tokens.
+        kept_tokens: tokens the branch had before the turn; they stay whatever happens.
+    """
+
+    def __init__(
+        self, core: EngineCore, branch: Branch, state: TurnState, sampler: Sampler, *, kept_tokens: int
+    ) -> None:
+        self._core = core
+        self._branch = branch
+        self._state = state
+        self._sampler = sampler
+        self._kept_tokens = kept_tokens
+        self._watch = StopWatch(core.codec, state.request.stop)
+        self._generated: list[int] = []
+        self.prompt_tokens = len(branch.tokens)
+        self.text = ""
+
+    def prefill(self, *, replaying: bool) -> Generator[Wait, None, Logits | None]:
+        """Compute every prompt token without KV, in chunks; logits of the last one (None when none are wanted).
+
+        Args:
+            replaying: all KV exists: run the last token once more without writing, for its logits.
+        """
+        core, branch, request = self._core, self._branch, self._state.request
+        began_s = core.clock()
+
+        def tell() -> None:
+            request.emit({"type": "prefill", "done_tokens": branch.computed, "total_tokens": self.prompt_tokens})
+
+        try:
+            if replaying:
+                return replay(core, branch)
+            wants_logits = request.max_tokens > 0
+            return (yield from compute_tokens(core, branch, self._state.stop, wants_logits=wants_logits, on_chunk=tell))
+        finally:
+            self._state.times.prefill_s = core.clock() - began_s
+
+    def decode(self, logits: Logits) -> Generator[Wait, None, FinishReason]:
+        """Sample and step until something ends the turn; the last sampled token stays pending."""
+        core, branch, state = self._core, self._branch, self._state
+        began_s = core.clock()
+        try:
+            while True:
+                raise_if_stopped(state.stop)
+                token = self._sampler.sample(branch.tokens, logits)
+                if state.times.first_token_s is None:
+                    state.times.first_token_s = core.clock() - state.started_s
+                    state.request.emit({"type": "first_token"})
+                if token in core.codec.eos_ids:
+                    self._emit(self._watch.flush())
+                    return "stop"
+                branch.tokens.append(token)
+                branch.token_bytes.append(0)  # settled by `settle_text`, once it is known which bytes surface
+                self._generated.append(token)
+                self._emit(self._watch.feed(token))
+                if self._watch.stopped:
+                    return "stop"
+                if len(self._generated) >= state.request.max_tokens:
+                    self._emit(self._watch.flush())
+                    return "length"
+                next_logits = yield from step(core, branch, [token], state.stop, wants_logits=True)
+                assert next_logits is not None
+                logits = next_logits
+                yield None
+        finally:
+            state.times.decode_s = core.clock() - began_s
+
+    def settle_text(self) -> None:
+        """Give the generated tokens their text; ids beyond what was given out go."""
+        branch = self._branch
+        generated, self._generated = self._generated, []
+        kept = self._watch.kept_tokens(generated)
+        del branch.tokens[self.prompt_tokens :], branch.token_bytes[self.prompt_tokens :]
+        if kept:
+            data, lengths = self._core.codec.surface(generated[:kept])
+            branch.append("generated", data, generated[:kept], lengths)
+
+    def trim(self) -> Waiting:
+        """Settle the branch for the commit: give generated tokens their text, cut overshoot and half characters.
+
+        Raises:
+            NoRoomForCopy: a cut inside a page found no frame (see `apply_when_room`).
+        """
+        self.settle_text()
+        branch = self._branch
+        tokens = len(branch.tokens)
+        if branch.behind:
+            # a cancelled prefill leaves ids without KV: keep what was computed, on a character border, and what there
+            # was before
+            tokens = max(self._kept_tokens, branch.border_at_most(branch.computed))
+        yield from self._core.cut_branch(branch, tokens, never)
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self.text += text
+            self._state.request.emit({"type": "text", "text": text})

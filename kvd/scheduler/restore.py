@@ -1,0 +1,109 @@
+"""Agents as recovery found them in the data folder, back in the engine: nothing is read but what their logs said.
+
+Pages stay on disk and are faulted in when somebody needs them. What cannot be used as it is (pages in a format nobody
+knows any more, pins beyond the budget of this run) is given up in words, never silently.
+
+Runs once, on the engine thread, before the first request. May import kvd.errors, kvd.ids, kvd.store, kvd.vm.events and
+siblings.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.errors import BudgetExceeded
+from kvd.ids import AgentId, GroupId, Namespace
+from kvd.scheduler.admission import refuse_pin_over_budget
+from kvd.scheduler.agents import Agent, Branch, mark_committed
+from kvd.scheduler.requests import AgentRef
+from kvd.store.agent_image import AgentImage, BranchImage
+from kvd.store.recovery_report import RecoveryReport
+from kvd.vm.events import PageRef, Pinned, SegmentImage, SpaceCreated, SpaceRestored
+
+if TYPE_CHECKING:
+    from kvd.scheduler.core import EngineCore
+
+
+def restore_agents(core: EngineCore, report: RecoveryReport) -> list[str]:
+    """Register every recovered agent.
+
+    Returns:
+        Notices for the operator.
+    """
+    notices: list[str] = []
+    for header in report.pages.values():
+        layout = core.formats.layouts.get((header.group, header.format_id))
+        if layout is not None:
+            core.memory.know_header(header, layout)
+    for (namespace, name), image in report.agents.items():
+        ref = AgentRef(Namespace(namespace), AgentId(name))
+        core.agents.add(_agent(core, ref, image, notices))
+    _pin(core, notices)
+    return notices
+
+
+def _agent(core: EngineCore, ref: AgentRef, image: AgentImage, notices: list[str]) -> Agent:
+    agent = Agent(
+        ref,
+        current=image.current,
+        next_branch=max(image.branches) + 1,
+        seq=image.seq,
+        pinned=bool(image.meta.get("pinned", False)),
+        created_s=float(str(image.meta.get("created_s", 0.0))),
+        logged=True,
+    )
+    for branch_id, stored in sorted(image.branches.items()):
+        agent.branches[branch_id] = _branch(core, ref, branch_id, stored, notices)
+    return agent
+
+
+def _branch(core: EngineCore, ref: AgentRef, branch_id: int, stored: BranchImage, notices: list[str]) -> Branch:
+    segments = sorted(stored.segments, key=lambda segment: segment.group)
+    known = all((segment.group, segment.format_id) in core.formats.layouts for segment in segments)
+    format_ids = tuple(segment.format_id for segment in segments)
+    if not known or len(format_ids) != len(core.formats.default_ids):
+        # text and ids are intact; only their KV cannot be read, so it is computed again when it is needed
+        notices.append(f"pages of agent {ref} have unknown formats {format_ids}: its KV will be computed again")
+        segments, format_ids = [], core.formats.default_ids
+    space = core.open_space(ref, branch_id, format_ids)
+    for segment in segments:
+        for number, page in enumerate(segment.pages):
+            core.memory.know_page(space, segment.group, number, page.page_id, page.key)
+    images = tuple(
+        SegmentImage(
+            GroupId(segment.group),
+            tuple(PageRef(page.page_id, page.key) for page in segment.pages),
+            segment.tail_tokens,
+        )
+        for segment in segments
+    )
+    page_bytes = core.page_bytes(space)
+    core.memory.apply(SpaceRestored(space, page_bytes, images) if images else SpaceCreated(space, page_bytes))
+    branch = Branch(
+        branch_id,
+        space,
+        format_ids,
+        tokens=list(stored.tokens),
+        token_bytes=list(stored.token_bytes),
+        spans=list(stored.spans),
+        text=bytearray(stored.text),
+        computed=stored.computed_tokens if images else 0,
+        last_used=core.agents.tick(),
+    )
+    mark_committed(branch)
+    return branch
+
+
+def _pin(core: EngineCore, notices: list[str]) -> None:
+    """Pin again what was pinned, as far as the budget of this run allows: the rest would block everything."""
+    pinned = [agent for agent in core.agents if agent.pinned]
+    for agent in pinned:
+        agent.pinned = False
+    for agent in pinned:
+        try:
+            refuse_pin_over_budget(core, agent)
+        except BudgetExceeded as error:
+            notices.append(f"agent {agent.ref} is not pinned any more: {error.message}")
+            continue
+        agent.pinned = True
+        core.memory.apply(Pinned(agent.branch.space))

@@ -1,0 +1,116 @@
+"""Waiting for pages inside turns and jobs: every wait ends by itself, by cancellation, or with a reason.
+
+A request waits for one of three things: pages that are being read, room that is being made, an answer of the store.
+The last always comes. Room may not: while the disk refuses writes, RAM can fill with pages that must not be dropped.
+Such a wait ends after `STUCK_S` with an error, since nobody else can run meanwhile.
+
+May import kvd.errors, kvd.ids and kvd.vm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from kvd.errors import Busy, Cancelled
+from kvd.ids import SpaceId
+from kvd.vm.errors import NoRoomForCopy
+from kvd.vm.events import Event
+
+if TYPE_CHECKING:
+    from kvd.scheduler.agents import Branch
+    from kvd.scheduler.core import EngineCore
+
+Wait = Callable[[], bool] | None
+"""What a turn or job yields. None: step boundary. Otherwise: resume when it returns True."""
+
+Waiting = Generator[Wait, None, None]
+
+Stop = Callable[[], str | None]
+"""The reason why the request is to end, or None while it may go on."""
+
+STUCK_S = 5.0
+"""How long a request waits for room while the disk refuses to write."""
+
+
+def never() -> str | None:
+    """The `Stop` of what cannot be cancelled."""
+    return None
+
+
+def until_ready(core: EngineCore, space: SpaceId, stop: Stop) -> Waiting:
+    """Wait until a step can run on an active space, or a page of it turns out to be lost.
+
+    Raises:
+        Cancelled: `stop` said so.
+        Busy: RAM is full of pages that the disk refuses to take.
+    """
+    began_s = core.clock()
+    failures = core.memory.statistics.write_failures
+
+    def ready() -> bool:
+        return core.pager.is_ready(space) or core.pager.lost_at(space) is not None
+
+    def stuck() -> bool:
+        # asked rarely: writes have failed, time has passed, and nothing moves
+        return (
+            core.memory.statistics.write_failures > failures
+            and core.clock() - began_s > STUCK_S
+            and core.pager.statistics().in_flight_bytes == 0
+        )
+
+    yield lambda: ready() or stop() is not None or stuck()
+    if ready():
+        return
+    raise_if_stopped(stop)
+    raise Busy(
+        "memory is full of pages that the disk refuses to take: "
+        f"{core.memory.statistics.last_write_failure or 'no reason is known'}",
+        retry_after_s=STUCK_S,
+    )
+
+
+def apply_when_room(core: EngineCore, event: Event, stop: Stop) -> Waiting:
+    """Apply an event that may need a frame for a copy (a cut inside a page), when there is room for it.
+
+    Raises:
+        Cancelled: `stop` said so; nothing changed.
+        NoRoomForCopy: nothing is under way that could make room; nothing changed.
+    """
+    while True:
+        try:
+            core.memory.apply(event)
+        except NoRoomForCopy:
+            if core.pager.statistics().in_flight_bytes == 0:
+                raise
+        else:
+            return
+        answers = core.memory.statistics.answers
+        yield lambda seen=answers: core.memory.statistics.answers != seen or stop() is not None  # type: ignore[misc]
+        raise_if_stopped(stop)
+
+
+def raise_if_stopped(stop: Stop) -> None:
+    """Raise Cancelled with the reason, if there is one."""
+    reason = stop()
+    if reason is not None:
+        raise Cancelled(reason)
+
+
+def fault_in(core: EngineCore, branch: Branch, stop: Stop) -> Generator[Wait, None, list[str]]:
+    """Make every page of a branch whose space is active resident. Lost pages cut its KV, never its ids.
+
+    Returns:
+        What was lost, in words for the client.
+
+    Raises:
+        Cancelled, Busy: as `until_ready`.
+    """
+    notes: list[str] = []
+    while True:
+        yield from until_ready(core, branch.space, stop)
+        lost = core.pager.lost_at(branch.space)
+        if lost is None:
+            return notes
+        notes.append(f"page lost at token {lost}: {branch.computed - lost} tokens are computed again")
+        core.cut_kv(branch, lost)

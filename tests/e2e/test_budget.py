@@ -1,0 +1,156 @@
+"""A budget much smaller than what the agents need: never exceeded, and nobody's text suffers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd_client import errors
+from tests.support.daemon import Daemon, short_folder
+from tests.support.prose import prose
+
+pytestmark = pytest.mark.daemon
+
+BUDGET_BYTES = 1_500_000
+AGENTS = 10
+"""Of four pages each: about three times the budget."""
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model_dir: Path) -> Iterator[Daemon]:
+    """A daemon with a budget of 14 pages."""
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, ("--check", "--budget", "1.5MB")) as running:
+        yield running
+
+
+class Watcher:
+    """Reads the figures all the time on a connection of its own, while a block runs. Owner: the test."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self.samples: list[tuple[int, int]] = []
+
+    def _watch(self) -> None:
+        with self._daemon.new_client() as client:
+            while not self._done.is_set():
+                figures = client.call("statistics")
+                self.samples.append((figures["resident_bytes"], figures["in_flight_bytes"]))
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def test_agents_that_exceed_the_budget_take_turns(small: Daemon) -> None:
+    """P21: resident bytes and copies in flight never exceed the budget, and each agent's text is as with RAM for all.
+
+    The twin of an agent is served from start to end in one go, so that its pages never leave RAM in between.
+    """
+    prompts = {f"turns-{i}": [prose(880 + 8 * i, i), prose(5, f"q{i}"), prose(5, f"r{i}")] for i in range(AGENTS)}
+    expected: dict[str, list[str]] = {}
+    for agent, parts in prompts.items():
+        text = ""
+        expected[agent] = []
+        for part in parts:
+            text += part
+            expected[agent].append(small.client.generate(f"twin-{agent}", text, max_tokens=8).text)
+            text += expected[agent][-1]
+        small.client.delete(f"twin-{agent}")
+    texts, known = dict.fromkeys(prompts, ""), dict.fromkeys(prompts, 0)
+    before = small.statistics()
+    with Watcher(small) as watcher:
+        for turn in range(3):
+            for agent, parts in prompts.items():
+                result = small.client.generate(agent, texts[agent] + parts[turn], max_tokens=8)
+                assert result.text == expected[agent][turn], (agent, turn)
+                assert result.durable
+                assert result.cached_tokens == known[agent]
+                texts[agent] += parts[turn] + result.text
+                known[agent] = small.client.agent_info(agent).computed_tokens
+    after = small.statistics()
+    assert len(watcher.samples) > AGENTS
+    assert max(resident + in_flight for resident, in_flight in watcher.samples) <= BUDGET_BYTES
+    assert after["peak_resident_bytes"] <= BUDGET_BYTES == after["budget_bytes"]
+    assert after["frame_bytes"] <= BUDGET_BYTES
+    # the agents did not fit: pages went out and came back
+    total = sum(info.server["total_bytes"] for info in small.client.agents())
+    assert total > 2 * BUDGET_BYTES
+    assert after["evictions"] - before["evictions"] > AGENTS
+    assert after["faults"] - before["faults"] > AGENTS
+    assert after["load_failures"] == after["write_failures"] == 0
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_figures(small: Daemon) -> None:
+    """P22: refused before anything is computed or evicted for it; the agent is as it was and goes on."""
+    client, text = small.client, prose(300, "fits")
+    first = client.generate("fits", text, max_tokens=4)
+    before, info = small.statistics(), client.agent_info("fits")
+    with pytest.raises(errors.BudgetExceeded) as refused:
+        client.generate("fits", text + first.text + prose(3500, "more"), max_tokens=50)
+    data = refused.value.data
+    assert isinstance(data["needed_bytes"], int)
+    assert data["budget_bytes"] == BUDGET_BYTES
+    assert data["needed_bytes"] > data["usable_bytes"] == before["usable_bytes"]
+    assert str(data["needed_bytes"]) in refused.value.message
+    assert str(data["usable_bytes"]) in refused.value.message
+    with pytest.raises(errors.BudgetExceeded):
+        client.inject("fits", prose(3500, "more"))
+    after = small.statistics()
+    assert client.agent_info("fits") == info
+    assert (after["tokens_computed"], after["evictions"]) == (before["tokens_computed"], before["evictions"])
+    again = client.generate("fits", text + first.text, max_tokens=1)
+    assert again.cached_tokens == again.prompt_tokens - 1
+
+
+def test_the_longest_request_that_fits_runs(small: Daemon) -> None:
+    """P21: an agent may use all that is usable, evicting everybody else, and decoding goes on to the last byte of it."""
+    model, usable = small.client.model_info(), small.statistics()["usable_bytes"]
+    tokens = usable // model["page_bytes"] * 256
+    text = prose(tokens - 20, "longest")
+    result = small.client.generate("longest", text, max_tokens=20)
+    assert result.finish_reason == "length"
+    assert result.durable
+    figures = small.statistics()
+    assert figures["peak_resident_bytes"] <= BUDGET_BYTES
+    assert small.client.agent_info("longest").resident_bytes > usable - model["page_bytes"]
+    with pytest.raises(errors.BudgetExceeded):
+        small.client.generate("longest", text + result.text, max_tokens=100)
+    small.client.delete("longest")
+
+
+def test_pins_leave_room_for_others(small: Daemon) -> None:
+    """P21: a pin that would stop everybody else is refused with the figures; pins within bounds hold under pressure."""
+    client = small.client
+    client.inject("pin-1", prose(300, "pin-1"))
+    client.pin("pin-1")
+    client.inject("pin-2", prose(1200, "pin-2"))
+    with pytest.raises(errors.BudgetExceeded, match="half of the budget"):
+        client.pin("pin-2")
+    assert not client.agent_info("pin-2").pinned
+    for i in range(4):
+        client.inject(f"pressure-{i}", prose(900, f"pressure-{i}"))
+    assert client.agent_info("pin-1").swapped_pages == 0
+    assert small.statistics()["peak_resident_bytes"] <= BUDGET_BYTES
+    client.delete("pin-1")
+    assert small.statistics()["pinned_bytes"] == 0
+
+
+def test_prefetch_never_takes_more_than_there_is(small: Daemon) -> None:
+    """P21: hints for more agents than fit load what fits and leave the budget whole."""
+    for i in range(6):
+        small.client.inject(f"hint-{i}", prose(800, f"hint-{i}"))
+    for i in range(6):
+        small.client.prefetch(f"hint-{i}")
+    with Watcher(small) as watcher:
+        results = [small.client.generate(f"hint-{i}", prose(800, f"hint-{i}"), max_tokens=2) for i in range(6)]
+    assert [result.cached_tokens for result in results] == [799] * 6
+    assert max(resident + in_flight for resident, in_flight in watcher.samples) <= BUDGET_BYTES

@@ -1,0 +1,254 @@
+"""The store carries out operations in order; each fault is one typed result, and nothing durable is lost by it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvd.errors import AgentNotFound
+from kvd.store.errors import (
+    DiskFault,
+    LogCorrupt,
+    PageCorrupt,
+    PageMissing,
+    PageNotDurable,
+    PageReferenced,
+    RecordInvalid,
+)
+from kvd.store.layout import DataFolder
+from kvd.store.page_file import file_bytes_for
+from kvd.store.records import PageEntry
+from kvd.store.swap_ops import (
+    AppendRecordOp,
+    CompactLogOp,
+    DeleteLogOp,
+    DeletePageOp,
+    ReadPageOp,
+    ReadTailOp,
+    SwapOp,
+    SwapResult,
+    WritePageOp,
+)
+from kvd.store.swap_store import SwapStore
+from tests.support.lossy_disk import LossyFileSystem
+from tests.support.store_data import (
+    FINGERPRINT,
+    LAYOUTS,
+    ROOT,
+    ModelAgent,
+    header_of,
+    memory_folder,
+    open_store,
+)
+
+
+@pytest.fixture
+def fs() -> Iterator[LossyFileSystem]:
+    """An empty disk."""
+    for folder in memory_folder():
+        yield LossyFileSystem(folder / "side")
+
+
+@pytest.fixture
+def store(fs: LossyFileSystem) -> Iterator[SwapStore]:
+    """A store on it."""
+    _, _, made = open_store(fs)
+    yield made
+    made.close()
+
+
+def write_op(agent: ModelAgent, group: int, page: PageEntry) -> WritePageOp:
+    """Write one of the agent's pages."""
+    return WritePageOp(header_of(page, group), LAYOUTS[group], agent.page_bytes(group, page.runs[0].start // 256))
+
+
+def turn(store: SwapStore, agent: ModelAgent, tokens: int) -> tuple[ModelAgent, list[SwapResult]]:
+    """A turn as the engine does it."""
+    after, record, sealed = agent.turn(tokens)
+    ops: list[SwapOp] = [write_op(after, group, page) for group, page in sealed]
+    return after, [store.perform(op) for op in [*ops, AppendRecordOp(record)]]
+
+
+def good(store: SwapStore, agent: ModelAgent, tokens: int) -> ModelAgent:
+    """A turn that must be durable."""
+    after, results = turn(store, agent, tokens)
+    assert [result.error for result in results] == [None] * len(results)
+    return after
+
+
+def names() -> DataFolder:
+    """Paths."""
+    return DataFolder(ROOT, LossyFileSystem(ROOT))
+
+
+def reads(store: SwapStore, agent: ModelAgent) -> None:
+    """All pages and tails of the agent are there, bit for bit."""
+    for group, layout in enumerate(LAYOUTS):
+        for number, page in enumerate(agent.pages[group]):
+            assert store.perform(ReadPageOp(header_of(page, group), layout)).payload == agent.page_bytes(group, number)
+        assert store.perform(ReadTailOp("default", agent.name, 0, group)).payload == agent.tail(group)
+
+
+def test_a_turn_is_committed_and_read_back(store: SwapStore) -> None:
+    """Pages, then the record; the result carries the agent and what was written."""
+    agent, results = turn(store, ModelAgent("ada"), 300)
+    assert results[-1].image is not None
+    assert results[-1].image.branch.tokens == agent.tokens
+    assert results[0].written_bytes == file_bytes_for(header_of(agent.pages[0][0], 0), LAYOUTS[0])
+    reads(store, agent)
+    statistics = store.statistics()
+    assert (statistics.pages_written, statistics.records_appended, statistics.durable_pages) == (2, 1, 2)
+    assert statistics.bytes_written == sum(result.written_bytes for result in results)
+    assert statistics.log_bytes == results[-1].image.log_bytes
+
+
+def test_bytes_per_turn_are_those_of_its_new_tokens(store: SwapStore) -> None:
+    """P15: the hundredth turn of a long conversation writes as much as the second."""
+    agent = good(store, ModelAgent("ada"), 20)
+    written = []
+    for _ in range(20):
+        agent, results = turn(store, agent, 10)
+        written.append(results[-1].written_bytes)
+    assert max(written) - min(written) <= 64
+    assert max(written) < 10 * sum(layout.token_bytes for layout in LAYOUTS) + 600
+
+
+def test_a_record_is_refused_while_its_pages_are_not_durable(store: SwapStore, fs: LossyFileSystem) -> None:
+    """A failed page write makes the turn not durable, with the reason; after the retry it is."""
+    after, record, sealed = ModelAgent("ada").turn(300)
+    fs.fail = lambda number, name, path: errno.ENOSPC if name == "write" and ".safetensors" in path.name else None
+    failed = [store.perform(write_op(after, group, page)) for group, page in sealed]
+    fs.fail = lambda number, name, path: None
+    assert all(isinstance(result.error, DiskFault) for result in failed)
+    assert failed[0].error.data["errno_name"] == "ENOSPC"
+    before = fs.live_files()
+    refused = store.perform(AppendRecordOp(record))
+    assert isinstance(refused.error, PageNotDurable)
+    assert set(refused.error.page_ids) == {page.page_id for _, page in sealed}
+    assert fs.live_files() == before, "something was half written"
+    assert [store.perform(write_op(after, group, page)).error for group, page in sealed] == [None, None]
+    assert store.perform(AppendRecordOp(record)).error is None
+    reads(store, after)
+    assert store.statistics().write_errors == 3
+
+
+def test_a_record_that_does_not_follow_is_refused_before_it_is_written(store: SwapStore, fs: LossyFileSystem) -> None:
+    """A log never holds what replay would refuse."""
+    agent = good(store, ModelAgent("ada"), 20)
+    before = fs.live_files()
+    _, record, _ = agent.turn(5)
+    for bad in (replace(record, seq=9), replace(record, base_tokens=21), replace(record, text=b"")):
+        assert isinstance(store.perform(AppendRecordOp(bad)).error, RecordInvalid)
+    assert fs.live_files() == before
+    assert store.perform(AppendRecordOp(record)).error is None
+
+
+def test_a_corrupt_page_is_never_served_and_can_be_written_again(store: SwapStore, fs: LossyFileSystem) -> None:
+    """P3 P4: verified at each load, put aside when bad, rewritten from a resident copy; records refuse it till then."""
+    agent = good(store, ModelAgent("ada"), 300)
+    page = agent.pages[0][0]
+    path = names().page_path(FINGERPRINT, page.page_id)
+    data = bytearray(fs.read(path))
+    data[len(data) // 2] ^= 1
+    fs.poke(path, bytes(data))
+    result = store.perform(ReadPageOp(header_of(page, 0), LAYOUTS[0]))
+    assert isinstance(result.error, PageCorrupt)
+    assert result.payload is None
+    assert fs.stat(path) is None
+    assert len(fs.listdir(names().quarantine_folder(FINGERPRINT))) == 1
+    assert result.facts
+    assert isinstance(store.perform(ReadPageOp(header_of(page, 0), LAYOUTS[0])).error, PageMissing)
+    _, record, _ = agent.turn(1)
+    assert isinstance(store.perform(AppendRecordOp(record)).error, PageNotDurable)
+    assert store.perform(write_op(agent, 0, page)).error is None
+    assert store.perform(AppendRecordOp(record)).error is None
+    assert (store.statistics().pages_corrupt, store.statistics().pages_missing) == (1, 1)
+
+
+def test_a_wrong_question_does_not_cost_the_page(store: SwapStore, fs: LossyFileSystem) -> None:
+    """Asking for a good page under another identity is an error; the file stays where it is."""
+    agent = good(store, ModelAgent("ada"), 256)
+    header = header_of(agent.pages[0][0], 0)
+    result = store.perform(ReadPageOp(replace(header, domain="other"), LAYOUTS[0]))
+    assert isinstance(result.error, PageCorrupt)
+    assert store.perform(ReadPageOp(header, LAYOUTS[0])).error is None
+
+
+def test_a_rotten_tail_is_never_served(store: SwapStore, fs: LossyFileSystem) -> None:
+    """P4: tails are verified again when they are read, also by compaction, which then changes nothing."""
+    agent = good(store, ModelAgent("ada"), 50)
+    path = names().log_path(FINGERPRINT, "default", "ada")
+    data = bytearray(fs.read(path))
+    data[-1] ^= 1
+    fs.poke(path, bytes(data))
+    assert store.perform(ReadTailOp("default", "ada", 0, 0)).payload == agent.tail(0)
+    assert isinstance(store.perform(ReadTailOp("default", "ada", 0, 1)).error, LogCorrupt)
+    assert isinstance(store.perform(CompactLogOp("default", "ada")).error, LogCorrupt)
+    assert fs.read(path) == bytes(data)
+
+
+def test_pages_named_by_a_log_cannot_be_deleted(store: SwapStore, fs: LossyFileSystem) -> None:
+    """Row first, then file, and only when no log names the page any more."""
+    agent = good(store, ModelAgent("ada"), 300)
+    page = agent.pages[0][0]
+    path = names().page_path(FINGERPRINT, page.page_id)
+    assert isinstance(store.perform(DeletePageOp(page.page_id)).error, PageReferenced)
+    assert store.perform(DeleteLogOp("default", "ada")).error is None
+    assert store.perform(DeletePageOp(page.page_id)).error is None
+    assert fs.stat(path) is not None, "the file waits for the commit of its row"
+    assert isinstance(store.perform(ReadPageOp(header_of(page, 0), LAYOUTS[0])).error, PageMissing)
+    store.idle()
+    assert fs.stat(path) is None
+    assert isinstance(store.perform(ReadTailOp("default", "ada", 0, 0)).error, AgentNotFound)
+    assert store.perform(DeletePageOp(page.page_id)).error is None
+
+
+def test_a_deleted_page_can_be_written_again(store: SwapStore, fs: LossyFileSystem) -> None:
+    """The pending removal of the old file does not hit the new one."""
+    agent = ModelAgent("ada").turn(256)[0]
+    op = write_op(agent, 0, agent.pages[0][0])
+    for _ in range(2):
+        assert store.perform(op).error is None
+        assert store.perform(DeletePageOp(op.header.page_id)).error is None
+    assert store.perform(op).error is None
+    store.idle()
+    assert store.perform(ReadPageOp(op.header, op.layout)).payload == op.payload
+
+
+def test_compaction_drops_dead_bytes_and_nothing_else(store: SwapStore) -> None:
+    """The log shrinks, everything is read back, numbers go on."""
+    agent = ModelAgent("ada")
+    for tokens in (100, 100, 100, 100):
+        agent = good(store, agent, tokens)
+    before = store.statistics().log_bytes
+    result = store.perform(CompactLogOp("default", "ada"))
+    assert result.error is None
+    assert result.image.dead_bytes == 0
+    assert store.statistics().log_bytes == result.image.log_bytes < before
+    reads(store, agent)
+    agent = good(store, agent, 10)
+    reads(store, agent)
+    assert isinstance(store.perform(CompactLogOp("default", "nobody")).error, AgentNotFound)
+
+
+@pytest.mark.parametrize("failing", ["create", "write", "fsync", "rename", "fsync_dir"])
+def test_a_failed_compaction_leaves_a_log_that_works(store: SwapStore, fs: LossyFileSystem, failing: str) -> None:
+    """Whichever of the two logs is there afterwards, it is read, appended to, and survives a crash."""
+    agent = ModelAgent("ada")
+    for tokens in (100, 100, 100):
+        agent = good(store, agent, tokens)
+    fs.fail = lambda number, name, path: errno.EIO if name == failing else None
+    assert isinstance(store.perform(CompactLogOp("default", "ada")).error, DiskFault)
+    fs.fail = lambda number, name, path: None
+    reads(store, agent)
+    agent = good(store, agent, 7)
+    reads(store, agent)
+    store._catalog.close()
+    fs.crash()
+    _, report, again = open_store(fs)
+    assert report.agents["default", "ada"].seq == 4
+    reads(again, agent)
+    again.close()

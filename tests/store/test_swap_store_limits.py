@@ -1,0 +1,271 @@
+"""The store under pressure: quota, vanished folders and logs, broken catalogs, compactions that fail at their end."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvd.store.errors import (
+    DiskFault,
+    LogVanished,
+    PageNotDurable,
+    QuotaExceeded,
+    RecordInvalid,
+)
+from kvd.store.fs import folder_bytes
+from kvd.store.layout import DataFolder
+from kvd.store.records import PageEntry
+from kvd.store.swap_ops import (
+    AppendRecordOp,
+    CompactLogOp,
+    DeletePageOp,
+    FlushOp,
+    ReadPageOp,
+    ReadTailOp,
+    SwapOp,
+    SwapResult,
+    WritePageOp,
+)
+from kvd.store.swap_store import SwapStore
+from tests.support.lossy_disk import LossyFileSystem
+from tests.support.store_data import (
+    FINGERPRINT,
+    LAYOUTS,
+    ROOT,
+    ModelAgent,
+    header_of,
+    memory_folder,
+    open_store,
+)
+
+
+@pytest.fixture
+def fs() -> Iterator[LossyFileSystem]:
+    """An empty disk."""
+    for folder in memory_folder():
+        yield LossyFileSystem(folder / "side")
+
+
+@pytest.fixture
+def store(fs: LossyFileSystem) -> Iterator[SwapStore]:
+    """A store on it."""
+    _, _, made = open_store(fs)
+    yield made
+    made.close()
+
+
+def write_op(agent: ModelAgent, group: int, page: PageEntry) -> WritePageOp:
+    """Write one of the agent's pages."""
+    return WritePageOp(header_of(page, group), LAYOUTS[group], agent.page_bytes(group, page.runs[0].start // 256))
+
+
+def turn(store: SwapStore, agent: ModelAgent, tokens: int) -> tuple[ModelAgent, list[SwapResult]]:
+    """A turn as the engine does it."""
+    after, record, sealed = agent.turn(tokens)
+    ops: list[SwapOp] = [write_op(after, group, page) for group, page in sealed]
+    return after, [store.perform(op) for op in [*ops, AppendRecordOp(record)]]
+
+
+def good(store: SwapStore, agent: ModelAgent, tokens: int) -> ModelAgent:
+    """A turn that must be durable."""
+    after, results = turn(store, agent, tokens)
+    assert [result.error for result in results] == [None] * len(results)
+    return after
+
+
+def names() -> DataFolder:
+    """Paths."""
+    return DataFolder(ROOT, LossyFileSystem(ROOT))
+
+
+def reads(store: SwapStore, agent: ModelAgent) -> None:
+    """All pages and tails of the agent are there, bit for bit."""
+    for group, layout in enumerate(LAYOUTS):
+        for number, page in enumerate(agent.pages[group]):
+            assert store.perform(ReadPageOp(header_of(page, group), layout)).payload == agent.page_bytes(group, number)
+        assert store.perform(ReadTailOp("default", agent.name, 0, group)).payload == agent.tail(group)
+
+
+def test_every_byte_counts_against_the_quota(fs: LossyFileSystem) -> None:
+    """P21 P25: a page that does not fit is refused with all three figures; foreign files count."""
+    _, _, store = open_store(fs, quota_bytes=100_000)
+    try:
+        agent, results = ModelAgent("ada"), []
+        while all(result.error is None for result in results):
+            agent, results = turn(store, agent, 256)
+        error = next(result.error for result in results if result.error is not None)
+        assert isinstance(error, QuotaExceeded)
+        assert error.data["used_bytes"] + error.data["wanted_bytes"] > error.data["quota_bytes"] == 100_000
+        assert folder_bytes(fs, ROOT) == store.statistics().used_bytes <= 100_000
+    finally:
+        store.close()
+
+
+def test_growing_foreign_files_are_noticed(fs: LossyFileSystem) -> None:
+    """P25: what somebody else puts into the folder is counted before the quota is passed."""
+    _, _, store = open_store(fs, quota_bytes=200_000)
+    try:
+        agent = good(store, ModelAgent("ada"), 20)
+        fs.poke(ROOT / "film.mov", bytes(195_000))
+        store._usage.recount()
+        _, results = turn(store, agent, 256)
+        assert all(isinstance(result.error, QuotaExceeded | PageNotDurable) for result in results)
+        fs.unlink(ROOT / "film.mov")
+        good(store, agent, 256)
+    finally:
+        store.close()
+
+
+def test_orphans_and_quarantine_make_room_first(fs: LossyFileSystem) -> None:
+    """P25: files that nobody needs never cause a refusal."""
+    _, _, store = open_store(fs, quota_bytes=100_000)
+    try:
+        agent = good(store, ModelAgent("ada"), 256)
+        used = store.statistics().used_bytes
+        eve = ModelAgent("eve").turn(256)[0]
+        orphan = names().page_path(FINGERPRINT, eve.pages[0][0].page_id)
+        fs.mkdir(orphan.parent) if fs.stat(orphan.parent) is None else None
+        fs.poke(orphan, bytes(30_000))
+        quarantined = names().quarantine_folder(FINGERPRINT) / "old-0.safetensors"
+        fs.poke(quarantined, bytes(100_000 - used - 30_000 - 100))
+        store._usage.recount()
+        agent, results = turn(store, agent, 256)
+        assert [result.error for result in results] == [None] * 3
+        assert fs.stat(orphan) is None
+        reads(store, agent)
+        while fs.stat(quarantined) is not None:
+            agent, results = turn(store, agent, 256)
+            assert [result.error for result in results] == [None] * 3
+        assert store.statistics().used_bytes <= 100_000
+    finally:
+        store.close()
+
+
+def test_a_vanished_folder_is_made_again_and_nothing_in_it_is_relied_on(store: SwapStore, fs: LossyFileSystem) -> None:
+    """Somebody removed the folder: it is reported, later turns are refused until the agent is written anew."""
+    agent = good(store, ModelAgent("ada"), 300)
+    good(store, ModelAgent("bob"), 20)
+    fs.remove_tree(ROOT)
+    after, record, sealed = agent.turn(256)
+    result = store.perform(write_op(after, *sealed[0]))
+    assert result.error is None
+    assert any("vanished" in fact for fact in result.facts)
+    assert isinstance(store.perform(AppendRecordOp(record)).error, RecordInvalid), "a delta without its base"
+    assert store.statistics().durable_pages == 1
+    whole = ModelAgent("ada", seq=agent.seq).turn(556)
+    for group, page in whole[2]:
+        assert store.perform(write_op(whole[0], group, page)).error is None
+    assert store.perform(AppendRecordOp(whole[1])).error is None
+    reads(store, whole[0])
+    store._catalog.close()
+    fs.crash()
+    _, report, again = open_store(fs)
+    assert set(report.agents) == {("default", "ada")}
+    reads(again, whole[0])
+    again.close()
+
+
+def test_a_log_that_was_cut_by_somebody_is_put_aside(store: SwapStore, fs: LossyFileSystem) -> None:
+    """Committed bytes are missing: the turn is refused, what is left goes to quarantine, a whole record starts anew."""
+    agent = good(store, ModelAgent("ada"), 20)
+    path = names().log_path(FINGERPRINT, "default", "ada")
+    fs.poke(path, fs.read(path)[:-1])
+    _, record, _ = agent.turn(5)
+    result = store.perform(AppendRecordOp(record))
+    assert isinstance(result.error, LogVanished)
+    assert len(fs.listdir(names().quarantine_folder(FINGERPRINT))) == 1
+    assert store.perform(AppendRecordOp(ModelAgent("ada").turn(25)[1])).error is None
+
+
+def test_a_removed_agents_folder_is_made_again(store: SwapStore, fs: LossyFileSystem) -> None:
+    """Only the logs are gone: pages stay."""
+    agent = good(store, ModelAgent("ada"), 256)
+    fs.remove_tree(names().agents_folder(FINGERPRINT))
+    result = store.perform(AppendRecordOp(agent.turn(5)[1]))
+    assert isinstance(result.error, LogVanished)
+    whole, record, _ = ModelAgent("ada").turn(261)
+    assert store.perform(AppendRecordOp(record)).error is None
+    reads(store, whole)
+
+
+def test_a_broken_catalog_never_fails_a_turn(store: SwapStore, fs: LossyFileSystem) -> None:
+    """P5: SQLite errors are facts; the catalog is made anew from what is known."""
+    agent = good(store, ModelAgent("ada"), 256)
+    store._catalog._catalog._db.execute("DROP TABLE pages")
+    agent, results = turn(store, agent, 256)
+    assert [result.error for result in results] == [None] * 3
+    assert any("catalog" in fact for result in results for fact in result.facts)
+    store._catalog._catalog.close()
+    agent, results = turn(store, agent, 256)
+    assert [result.error for result in results] == [None] * 3
+    store.idle()
+    store._catalog.close()
+    fs.crash()
+    _, report, again = open_store(fs)
+    assert not any([report.adopted_pages, report.facts])
+    reads(again, agent)
+    again.close()
+
+
+def test_flush_answers_even_when_the_disk_does_not(store: SwapStore, fs: LossyFileSystem) -> None:
+    """Nobody waits for ever."""
+    agent = ModelAgent("ada").turn(256)[0]
+    store.perform(write_op(agent, 0, agent.pages[0][0]))
+    store.perform(DeletePageOp(agent.pages[0][0].page_id))
+    fs.fail = lambda number, name, path: errno.EIO
+    event = threading.Event()
+    assert store.perform(FlushOp(event)).error is None
+    assert event.is_set()
+    fs.fail = lambda number, name, path: None
+
+
+def test_an_unreadable_log_is_put_aside_before_the_agent_starts_anew(fs: LossyFileSystem) -> None:
+    """A log that recovery could not read is not overwritten."""
+    _, _, store = open_store(fs)
+    good(store, ModelAgent("ada"), 20)
+    store.close()
+    path = names().log_path(FINGERPRINT, "default", "ada")
+    old = fs.read(path)
+    fs.fail = lambda number, name, where: errno.EIO if name == "read" and where == path else None
+    _, _, store = open_store(fs)
+    fs.fail = lambda number, name, where: None
+    result = store.perform(AppendRecordOp(ModelAgent("ada").turn(3)[1]))
+    assert result.error is None
+    assert any("put aside" in fact for fact in result.facts)
+    quarantine = names().quarantine_folder(FINGERPRINT)
+    assert [fs.read(quarantine / name) for name in fs.listdir(quarantine)] == [old]
+    store.close()
+
+
+def test_pages_dropped_by_a_compaction_that_is_not_durable_yet_are_not_deleted(fs: LossyFileSystem) -> None:
+    """The old log, which names them, may come back: deleting first makes the new log durable, or refuses."""
+    came_back = 0
+    for seed in range(12):
+        fs = LossyFileSystem(fs.side.with_name(f"side-{seed}"), seed=seed)
+        _, _, store = open_store(fs)
+        agent = good(store, ModelAgent("ada"), 256)
+        fork = replace(agent.turn(0)[1], kind="fork", branch=1, parent=0, base_tokens=0, base_text_bytes=0)
+        empty = tuple(replace(segment, kept_pages=0, tail_end=0) for segment in fork.segments)
+        assert store.perform(AppendRecordOp(replace(fork, computed_tokens=0, segments=empty))).error is None
+        fs.fail = lambda number, name, path: errno.EIO if name == "fsync_dir" else None
+        compact = CompactLogOp("default", "ada", keep_branches=frozenset())
+        assert isinstance(store.perform(compact).error, DiskFault)
+        pages = [page.page_id for group in agent.pages for page in group]
+        deletions = [store.perform(DeletePageOp(page_id)) for page_id in pages]
+        store.idle()
+        assert all(isinstance(result.error, DiskFault) for result in deletions)
+        fs.fail = lambda number, name, path: None
+        if seed % 2:
+            assert [store.perform(DeletePageOp(page_id)).error for page_id in pages] == [None] * len(pages)
+            store.idle()
+        store._catalog.close()
+        fs.crash()
+        _, report, again = open_store(fs)
+        assert not report.missing_pages
+        came_back += 0 in report.agents["default", "ada"].branches
+        again.close()
+    assert 0 < came_back < 12
