@@ -20,7 +20,7 @@ from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
 from kvd.ids import PageId
 from kvd.model import dispatch
-from kvd.model.forward import limit_buffer_cache
+from kvd.model.forward import limit_buffer_cache, stated_scratch_bytes
 from kvd.model.loader import LoadedModel, load
 from kvd.model.registry import resolve
 from kvd.model.spec import ModelCacheSpec
@@ -157,7 +157,7 @@ class Assembly:
 
     def _clamp(self, loaded: LoadedModel, report: RecoveryReport) -> tuple[int, int]:
         facts = device_facts(self._settings.data_dir)
-        reserved = loaded.weights_bytes + loaded.spec.scratch_bytes
+        reserved = loaded.weights_bytes + stated_scratch_bytes(loaded.spec)
         budget = clamp_budget(self._settings.budget_bytes, facts, reserved_bytes=reserved)
         quota = clamp_quota(self._settings.quota_bytes, facts, used_bytes=report.used_bytes)
         self._notices += [clamped.reason for clamped in (budget, quota) if clamped.reason is not None]
@@ -202,7 +202,7 @@ class Assembly:
             "token_bytes": token_bytes,
             "fp16_token_bytes": fp16_bytes,
             "fp16_ratio": round(token_bytes / fp16_bytes, 4),
-            "scratch_bytes": spec.scratch_bytes,
+            "scratch_bytes": stated_scratch_bytes(spec),
             "budget_bytes": budget_bytes,
             "quota_bytes": quota_bytes,
             "sharing": self._settings.sharing,

@@ -14,15 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.model.cache import SequenceCache
+from kvd.model.spec import ModelCacheSpec
 
-
-BUFFER_CACHE_BYTES = 32_000_000
+BUFFER_CACHE_BYTES = 16_000_000
 """MLX keeps freed buffers for reuse; beyond this they go back, so that the budget means what it says."""
 
 
 def limit_buffer_cache() -> None:
     """Bound MLX's cache of freed buffers for this process."""
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
+
+
+def stated_scratch_bytes(spec: ModelCacheSpec) -> int:
+    """What the process may take beside weights, pages and idle state: a step's scratch and MLX's freed buffers."""
+    return spec.scratch_bytes + BUFFER_CACHE_BYTES
 
 
 class Forward:

@@ -6,6 +6,7 @@ Functions here run on the engine thread between two steps and change nothing.
 from __future__ import annotations
 
 from kvd.ids import Namespace
+from kvd.model.forward import stated_scratch_bytes
 from kvd.ops.footprint import measure_footprint
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
@@ -131,7 +132,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "records_written": core.stats.records_written,
         "agents": len(core.agents),
         "footprint_bytes": measure_footprint().footprint_bytes,
-        "scratch_bytes": core.spec.scratch_bytes,
+        "scratch_bytes": stated_scratch_bytes(core.spec),
         "fp16_token_bytes": sum(group.fp16_token_bytes for group in core.spec.groups),
         "token_bytes": sum(
             core.formats.layouts[group, format_id].token_bytes

@@ -1,8 +1,8 @@
 """Waiting for pages inside turns and jobs: every wait ends by itself, by cancellation, or with a reason.
 
 A request waits for one of three things: pages that are being read, room that is being made, an answer of the store.
-The last always comes. Room may not: while the disk refuses writes, RAM can fill with pages that must not be dropped.
-Such a wait ends after `STUCK_S` with an error, since nobody else can run meanwhile.
+The last always comes. Room may not: while the disk refuses writes, RAM can fill with pages and tails that must not be
+dropped. Such a wait ends after `STUCK_S` with an error, since nobody else can run meanwhile and save what is unsaved.
 
 May import kvd.errors, kvd.ids and kvd.vm.
 """
@@ -30,7 +30,7 @@ Stop = Callable[[], str | None]
 """The reason why the request is to end, or None while it may go on."""
 
 STUCK_S = 5.0
-"""How long a request waits for room while the disk refuses to write."""
+"""How long a request waits for room while nothing is under way that could make any."""
 
 
 def never() -> str | None:
@@ -43,30 +43,27 @@ def until_ready(core: EngineCore, space: SpaceId, stop: Stop) -> Waiting:
 
     Raises:
         Cancelled: `stop` said so.
-        Busy: RAM is full of pages that the disk refuses to take.
+        Busy: RAM is full of what the disk has not taken.
     """
     began_s = core.clock()
-    failures = core.memory.statistics.write_failures
 
     def ready() -> bool:
         return core.pager.is_ready(space) or core.pager.lost_at(space) is not None
 
     def stuck() -> bool:
-        # asked rarely: writes have failed, time has passed, and nothing moves
-        return (
-            core.memory.statistics.write_failures > failures
-            and core.clock() - began_s > STUCK_S
-            and core.pager.statistics().in_flight_bytes == 0
-        )
+        # the figures walk all pages, so they are asked for only when time has passed
+        return core.clock() - began_s > STUCK_S and core.pager.statistics().in_flight_bytes == 0
 
     yield lambda: ready() or stop() is not None or stuck()
     if ready():
         return
     raise_if_stopped(stop)
     raise Busy(
-        "memory is full of pages that the disk refuses to take: "
-        f"{core.memory.statistics.last_write_failure or 'no reason is known'}",
+        "memory is full of what the disk has not taken yet; last failure: "
+        f"{core.memory.statistics.last_write_failure or 'none'}",
         retry_after_s=STUCK_S,
+        dirty_bytes=core.pager.statistics().dirty_bytes,
+        budget_bytes=core.pager.statistics().budget_bytes,
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvd.ids import GroupId, SpaceId
-from kvd.vm.page import Page, PageState, SpaceUse
+from kvd.vm.page import STORED, Page, PageState, SpaceUse
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +103,7 @@ class AddressSpace:
 
     def lost_at(self) -> int | None:
         """First token position whose page is lost in some group; None when none is."""
-        if self.use.absent_pages == 0:
+        if self.use.lost_pages == 0:
             return None
         group_count = len(self.segments)
         for number, page in enumerate(self.mapped()):
@@ -112,15 +113,20 @@ class AddressSpace:
 
     def loadable(self) -> Iterator[Page]:
         """Pages to fault in, head first, up to the first lost position (what follows it will be cut)."""
-        if self.use.absent_pages == 0:
+        if self.use.stored_bytes == 0:
             return
         end = self.lost_at()
-        last = None if end is None else end // self.page_tokens * len(self.segments)
-        for number, page in enumerate(self.mapped()):
-            if last is not None and number >= last:
-                return
-            if page.state in (PageState.EVICTED, PageState.STASHED):
+        last = self.mapped_pages if end is None else end // self.page_tokens * len(self.segments)
+        for page in islice(self.mapped(), last):
+            if page.state in STORED:
                 yield page
+
+    @property
+    def loadable_bytes(self) -> int:
+        """Bytes of the pages of `loadable`."""
+        if self.use.lost_pages == 0:
+            return self.use.stored_bytes
+        return sum(page.page_bytes for page in self.loadable())
 
     def growth_missing(self) -> tuple[int, ...]:
         """Growth pages still to be mapped, per group."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from kvd.ids import PageId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.errors import IntegrityError
-from kvd.vm.page import IN_FLIGHT, READABLE, RESIDENT, PageState
+from kvd.vm.page import IN_FLIGHT, READABLE, RESIDENT, STORED, PageState
 from kvd.vm.page_table import PageTable
 
 TAIL_STATES = frozenset({PageState.FILLING, PageState.STASHED, PageState.LOADING_TAIL, PageState.LOST})
@@ -92,9 +92,14 @@ def _reference_problems(table: PageTable, spaces: list[AddressSpace]) -> Iterato
 def _space_problems(space: AddressSpace) -> Iterator[str]:
     name = f"space {space.space}"
     full, part = divmod(space.tokens, space.page_tokens)
-    absent_pages = sum(page.state not in READABLE for page in space.mapped())
-    if absent_pages != space.use.absent_pages:
-        yield f"{name} lacks {absent_pages} pages, {space.use.absent_pages} counted"
+    counted = (
+        sum(page.state not in READABLE for page in space.mapped()),
+        sum(page.page_bytes for page in space.mapped() if page.state in STORED),
+        sum(page.state is PageState.LOST for page in space.mapped()),
+    )
+    booked = (space.use.absent_pages, space.use.stored_bytes, space.use.lost_pages)
+    if counted != booked:
+        yield f"{name} has (absent pages, stored bytes, lost pages) {counted}, booked are {booked}"
     for segment in space.segments:
         where = f"{name} group {segment.group}"
         if len(segment.sealed) != full or (segment.tail.tokens if segment.tail else 0) != part:

@@ -150,7 +150,6 @@ class Mappings:
                 segment.tail = page
                 if page.tokens == self._page_tokens:
                     page.key = next(unused_keys)
-                    page.durable_tokens = 0
                     self._table.move(page, PageState.SEALED_DIRTY)
                     segment.sealed.append(page)
                     segment.tail = None
@@ -158,11 +157,8 @@ class Mappings:
         space.tokens += event.tokens
         space.growth_tokens = max(0, space.growth_tokens - event.tokens)
 
-    def cut(self, space: AddressSpace, tokens: int) -> bool:
+    def cut(self, space: AddressSpace, tokens: int) -> None:
         """Cut a space to `tokens`; growth pages go too. Cutting to the present length changes nothing.
-
-        Returns:
-            Whether anything changed.
 
         Raises:
             IllegalEvent: the space does not have `tokens` tokens.
@@ -171,11 +167,11 @@ class Mappings:
         """
         full, part = self._split(space, tokens)
         if tokens == space.tokens:
-            return False
+            return
         if part and full == len(space.segments[0].sealed):
             self.release_growth(space)
             self._shorten_tails(space, tokens)
-            return True
+            return
         sources = self._sources(space, full, part)
         kept = full + (1 if part else 0)
         leaving = [page for segment in space.segments for page in (*segment.sealed[kept:], segment.tail) if page]
@@ -195,7 +191,6 @@ class Mappings:
             self._transfers.drop(page)
         self._copy_tails(space, sources, part)
         self.unmap(space, sources)
-        return True
 
     # ---- unmapping --------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,9 @@ RESIDENT: Final = frozenset({_S.FILLING, _S.SEALED_DIRTY, _S.WRITING, _S.CLEAN, 
 READABLE: Final = frozenset({_S.FILLING, _S.SEALED_DIRTY, _S.WRITING, _S.CLEAN})
 """States whose frame holds the page's bytes, so that a step may read it."""
 
+STORED: Final = frozenset({_S.EVICTED, _S.STASHED})
+"""States whose bytes are on disk only and can be loaded."""
+
 IN_FLIGHT: Final = frozenset({_S.WRITING, _S.LOADING, _S.LOADING_TAIL})
 """States with a copy of the page under way: bytes handed to the swap thread, or a read buffer."""
 
@@ -83,6 +86,8 @@ class SpaceUse:
         pinned: the user pinned the space.
         evict_wanted: the user asked to evict it and nothing has used it since.
         absent_pages: mapped pages that a step could not read now.
+        stored_bytes: of these, bytes of pages that can be loaded (EVICTED, STASHED).
+        lost_pages: of these, pages that are lost.
     """
 
     space: SpaceId
@@ -91,6 +96,8 @@ class SpaceUse:
     pinned: bool = False
     evict_wanted: bool = False
     absent_pages: int = 0
+    stored_bytes: int = 0
+    lost_pages: int = 0
 
     @property
     def held(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from kvd.ids import FrameId, GroupId, PageId, PageKey
 from kvd.vm.budget import Budget
 from kvd.vm.errors import IllegalEvent
-from kvd.vm.page import FIRST_STATES, IN_FLIGHT, READABLE, RESIDENT, Page, PageState, SpaceUse
+from kvd.vm.page import FIRST_STATES, IN_FLIGHT, READABLE, RESIDENT, STORED, Page, PageState, SpaceUse
 
 
 class PageTable:
@@ -88,14 +88,15 @@ class PageTable:
             IllegalTransition: the table has no such move; nothing has changed.
         """
         page.check_move(state)
+        for use in page.users.values():
+            self._count(page, use, -1)
         before, page.state = page.state, state
+        for use in page.users.values():
+            self._count(page, use, 1)
         page.history.append((self.tick, state))
         resident = (state in RESIDENT) - (before in RESIDENT)
         in_flight = (state in IN_FLIGHT) - (before in IN_FLIGHT)
-        readable = (state in READABLE) - (before in READABLE)
         self.budget.book(resident_bytes=resident * page.page_bytes, in_flight_bytes=in_flight * page.page_bytes)
-        for use in page.users.values():
-            use.absent_pages -= readable
         freed: FrameId | None = None
         if resident > 0:
             page.frame = self._take_frame()
@@ -116,12 +117,20 @@ class PageTable:
         if use.space in page.users:
             raise IllegalEvent(f"space {use.space} maps page {page.page_id} already", page=str(page.page_id))
         page.users[use.space] = use
-        use.absent_pages += page.state not in READABLE
+        self._count(page, use, 1)
 
     def unmap(self, page: Page, use: SpaceUse) -> None:
         """Take a user away; what becomes of a page without users is the pager's decision."""
         del page.users[use.space]
-        use.absent_pages -= page.state not in READABLE
+        self._count(page, use, -1)
+
+    @staticmethod
+    def _count(page: Page, use: SpaceUse, sign: int) -> None:
+        """Enter the page into (1) or take it out of (-1) the counters of a space that maps it."""
+        if page.state not in READABLE:
+            use.absent_pages += sign
+            use.lost_pages += sign * (page.state is PageState.LOST)
+            use.stored_bytes += sign * page.page_bytes * (page.state in STORED)
 
     def _take_frame(self) -> FrameId:
         if self.free_frames:

@@ -192,7 +192,7 @@ class Pager:
             case ev.TurnCommitted():
                 self._turn_committed(event.space)
             case ev.RolledBack():
-                self._rolled_back(self._space(event.space), event.tokens)
+                self._mappings.cut(self._space(event.space), event.tokens)
             case ev.Forked():
                 self._check_new(event.child)
                 self._enter(self._mappings.fork(self._space(event.parent), event.child, event.tokens))
@@ -287,10 +287,6 @@ class Pager:
                 segment.tail.durable_tokens = segment.tail.tokens
                 self._transfers.drop_if_wanted(segment.tail)
 
-    def _rolled_back(self, space: AddressSpace, tokens: int) -> None:
-        if self._mappings.cut(space, tokens) and space.use.held:
-            self._want(space)  # A lost page had ended its demand; without it the rest can be loaded.
-
     # ---- work that goes on over several events ----------------------------------------------------------------------
 
     def _pump(self) -> None:
@@ -307,12 +303,10 @@ class Pager:
 
     def _serve(self, space: AddressSpace) -> bool:
         """Load what the space lacks and map its growth, as far as possible; True when all of it is under way."""
-        absent = list(space.loadable())
         growth = space.growth_missing()
-        want_bytes = sum(page.page_bytes for page in absent)
-        want_bytes += sum(count * page_bytes for count, page_bytes in zip(growth, space.page_bytes, strict=True))
-        self._transfers.make_room(want_bytes)
-        for page in absent:
+        growth_bytes = sum(count * page_bytes for count, page_bytes in zip(growth, space.page_bytes, strict=True))
+        self._transfers.make_room(space.loadable_bytes + growth_bytes)
+        for page in space.loadable():
             if not (self._transfers.can_start_load and self._budget.can_load(page.page_bytes)):
                 return False
             self._transfers.load(page)

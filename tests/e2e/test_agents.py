@@ -1,4 +1,4 @@
-"""Agents as a user manages them, through `kvd_client.Client`: forks, cuts, pins, residency, figures. One shared daemon."""
+"""Agents as a user manages them with `kvd_client.Client`: forks, cuts, pins, residency, figures. One shared daemon."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_fork_at_a_token_shares_only_what_is_before_it(daemon: Daemon) -> None
 
 @pytest.mark.parametrize("tokens", [0, 1, 255, 256, 257, 512, 599])
 def test_a_rollback_cuts_at_the_exact_token(daemon: Daemon, tokens: int) -> None:
-    """P14: what is left is reused to the last token, at page borders too, and the way on equals a fresh agent's text."""
+    """P14: what is left is reused to the last token, at page borders too; one past the end is refused."""
     client, agent, text = daemon.client, f"rollback-{tokens}", prose(600, "rollback")
     client.inject(agent, text)
     cut = client.rollback(agent, tokens)

@@ -112,7 +112,8 @@ def test_a_request_that_can_never_fit_is_refused_with_both_figures(small: Daemon
 
 
 def test_the_longest_request_that_fits_runs(small: Daemon) -> None:
-    """P21: an agent may use all that is usable, evicting everybody else, and decoding goes on to the last byte of it."""
+    """P21: an agent may use all that is usable, evicting everybody else, and decodes to the last byte of it."""
+    small.client.inject("other", prose(300, "other"))
     model, usable = small.client.model_info(), small.statistics()["usable_bytes"]
     tokens = usable // model["page_bytes"] * 256
     text = prose(tokens - 20, "longest")

@@ -115,7 +115,13 @@ def test_exit_code_1_is_a_refusal_with_its_reason(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("generate", "a"), ("generate", "a", "--text", "x", "--file", __file__), ("evaporate",), ("fork", "a"), ("chat", "a")],
+    [
+        ("generate", "a"),
+        ("generate", "a", "--text", "x", "--file", __file__),
+        ("evaporate",),
+        ("fork", "a"),
+        ("chat", "a"),
+    ],
 )
 def test_exit_code_2_is_wrong_usage(arguments: tuple[str, ...]) -> None:
     """Wrong usage never reaches a daemon."""

@@ -99,7 +99,8 @@ def test_resumes_at_the_exact_token(killed: Killed, how: str, tokens: int) -> No
     assert killed.infos[agent].computed_tokens == tokens
     assert result.match == "exact"
     # without a pending token the last one is run again for its logits
-    assert (result.prompt_tokens, result.cached_tokens) == ((tokens + 1, tokens) if how == "border" else (tokens, tokens - 1))
+    counts = (result.prompt_tokens, result.cached_tokens)
+    assert counts == ((tokens + 1, tokens) if how == "border" else (tokens, tokens - 1))
     assert result.text == killed.unbroken[agent].text
     assert result.cached_tokens == killed.unbroken[agent].cached_tokens
 

@@ -136,7 +136,7 @@ def test_typed_control_text_never_matches_the_template(daemon: Daemon) -> None:
 
 
 def test_going_back_to_an_abandoned_branch_is_a_hit(daemon: Daemon) -> None:
-    """Regenerated and edited turns leave their branch evictable: flipping between two of them computes next to nothing."""
+    """Regenerated and edited turns leave their branch: flipping between two of them computes next to nothing."""
     client, root = daemon.client, prose(300, "flip")
     left, right = root + prose(50, "left"), root + prose(60, "right")
     client.generate("flip", left, max_tokens=1)

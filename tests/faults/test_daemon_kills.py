@@ -1,15 +1,16 @@
 """`kill -9` at random moments of turns and commits, again and again on one data folder. Real processes, real files.
 
-Theory of operation. Each agent has a script of turns. An unbroken daemon plays them first. Then another daemon plays them
-while it is killed over and over: in the middle of a turn, around its commit, and during recovery. After each restart
-every agent repeats the turn it had no durable reply for. Its prompt is the same, so the text must be, too; and what
-was durable must be reused to the last token, whether or not the interrupted turn had reached the disk.
+Theory of operation. Each agent has a script of turns. An unbroken daemon plays them first. Then another daemon plays
+them while it is killed over and over: in the middle of a turn, around its commit, and during recovery. After each
+restart every agent repeats the turn it had no durable reply for. Its prompt is the same, so the text must be, too; and
+what was durable must be reused to the last token, whether or not the interrupted turn had reached the disk.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,8 @@ def play(daemon: Daemon, script: Script) -> GenerateResult:
 
 def kill_in_turn(daemon: Daemon, script: Script, chance: random.Random) -> str:
     """Start a turn and kill the daemon a few milliseconds after one of its events; returns the event."""
-    trigger, delay_s = chance.choice(TRIGGERS), chance.choice((0.0, chance.uniform(0.0, 0.008), chance.uniform(0.0, 0.05)))
+    trigger = chance.choice(TRIGGERS)
+    delay_s = chance.choice((0.0, chance.uniform(0.0, 0.008), chance.uniform(0.0, 0.05)))
     script.interrupted = True
     with daemon.new_client() as client:
         try:
@@ -133,8 +135,7 @@ def test_durable_turns_survive_kills_at_any_moment(tiny_model_dir: Path, unbroke
             for kill in range(KILLS):
                 if kill % 5 == 4:
                     daemon.spawn()
-                    chance_s = chance.uniform(0.1, 1.5)
-                    threading.Event().wait(chance_s)
+                    time.sleep(chance.uniform(0.1, 1.5))
                     daemon.kill()  # in start or recovery, which must be repeatable
                 daemon.start()
                 for script in chance.sample(scripts, AGENTS):

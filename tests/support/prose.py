@@ -1,6 +1,7 @@
-"""Text for tests whose length in tokens of the tiny model is known: its tokenizer has each of these words as one token.
+"""Text for tests whose length in tokens of the tiny model is known: each of its words is one token there.
 
-A text begins with a space, so that its first word is one token too; two texts put together have the sum of their tokens.
+A text begins with a space, so that its first word is one token too; two texts put together have the sum of their
+tokens.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import random
 from typing import Final
 
-WORDS: Final = tuple(
-    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which you"
-    " were all her she there would their we him been has when who will no more if out so up said what its about than"
-    " into them can only other time new some could these two may first then do any like my now over such our man me"
-    " even most made after also did many off before must well back through years much where your way down should".split()
-)
+_TEXT: Final = """
+the of and to in is that for it as was with be by on not he his but at are this have from or had an they which you were
+all her she there would their we him been has when who will no more if out so up said what its about than into them can
+only other time new some could these two may first then do any like my now over such our man me even most made after
+also did many off before must well back through years much where your way down should
+"""
+WORDS: Final = tuple(_TEXT.split())
 
 
 def prose(tokens: int, seed: int | str) -> str:

@@ -312,6 +312,8 @@ def test_prefetch_uses_free_budget_and_evicts_nothing() -> None:
     assert desk.states(A) == ["clean", "clean", "evicted", "evicted"]
     assert desk.states(B) == ["clean", "clean"]
     assert desk.pager.statistics().prefetches == 2
+    out = [*desk.send(ev.SpaceClosed(B)), *desk.settle()]
+    assert pages_of(out, ev.LoadPage) == [], "what did not fit is not waited for"
 
 
 def test_copies_in_flight_count_against_the_budget() -> None:
@@ -542,6 +544,41 @@ def test_no_room_for_a_copy_is_an_error_that_changes_nothing() -> None:
     desk.send(ev.SpaceClosed(B))
     desk.send(ev.Forked(A, C, 6))
     assert desk.pager.tokens(C) == 6
+
+
+def test_the_page_that_is_cut_is_never_a_victim_of_its_own_copy() -> None:
+    """With no room left the copy's frame comes from another page, even when the cut one is next in line."""
+    desk = Desk(6, writes=1)  # usable: 4 pages, then one copy
+    refs = tuple(ev.PageRef(PageId(name), PageKey(name)) for name in "xy")
+    desk.send(ev.SpaceRestored(C, (PAGE_BYTES,), (ev.SegmentImage(GroupId(0), refs, 0),)))
+    desk.send(ev.Activated(C))
+    desk.settle()
+    desk.send(ev.Deactivated(C))
+    desk.create(A)
+    desk.send(ev.Activated(A))
+    desk.send(ev.GrowthWanted(A, 8))
+    desk.append(A, 8)
+    desk.send(ev.Deactivated(A))
+    desk.send(ev.PrefetchHinted(C))
+    desk.send(ev.Forked(A, B, 6))  # uses the copy reserve, to be won back when A's dirty page is written
+    assert desk.states(C) == ["clean", "clean"]
+    out = desk.send(ev.RolledBack(C, 7))
+    assert [type(i) for i in out] == [ev.DropFrame, ev.CopyTokens, ev.DropFrame, ev.ForgetPage]
+    assert desk.states(C) == ["evicted", "filling"]
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 3, 0])
+def test_a_cut_gives_growth_back(tokens: int) -> None:
+    """What was wanted for tokens after the old end is not wanted after the new one, wherever the cut falls."""
+    desk = Desk(20)
+    desk.create(A)
+    desk.turn(A, 6)
+    desk.send(ev.Activated(A))
+    desk.send(ev.GrowthWanted(A, 9))
+    desk.send(ev.RolledBack(A, tokens))
+    assert desk.pager.segments(A)[0].growth_frames == ()
+    assert desk.pager.is_ready(A)
+    assert desk.pager.statistics().resident_bytes == -(-tokens // P) * PAGE_BYTES
 
 
 def test_a_lost_page_is_reported_to_every_space_that_maps_it() -> None:

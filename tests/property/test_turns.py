@@ -1,0 +1,374 @@
+"""Turns, control operations, faults and crashes in any order: no agent ever loses or mixes up a token.
+
+The machine runs the real engine core on a disk that forgets and holds it to simple truths: text and ids are what was
+asked for and sampled, every readable byte of every page is the one the fake model makes for these ids, reuse is exact
+to the token, what was reported durable survives a crash as it was, and what a disk refused becomes durable once it
+heals (P1, P2, P3, P5, P10, P14, P16, P19, P22, P34).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvd.errors import AgentBusy, BudgetExceeded, Busy, Cancelled, ContextFull, InternalError, KvdError
+from kvd.model.tokenizer import TextCodec
+from kvd.scheduler.agents import Branch
+from kvd.store.layout import page_of_file
+from kvd.vm.prefix import common_prefix_bytes
+from tests.scheduler.harness import CONTEXT_TOKENS, World, content
+from tests.support.tiny_model import make_tiny_model
+
+NAMES = ("ann", "bob", "eve")
+WORDS = "the of and to memory page agent naïve 日本 token 🙂 course\n little know word, last time. water 42 import self ".split(
+    " "
+)
+COUNTS = (0, 1, 3, 20, 60, 110, 180, 260)
+"""Words of a text: on average a page is not quite filled, two and more are common after some turns."""
+
+WEIGHTS = {
+    "generate": 12,
+    "inject": 2,
+    "model_breaks": 1,
+    "rollback": 2,
+    "fork": 2,
+    "hold": 3,
+    "delete": 1,
+    "crash": 2,
+    "disk_refuses": 1,
+    "disk_heals": 2,
+    "spoil": 1,
+    "settle": 1,
+}
+ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
+
+_codec: TextCodec | None = None
+
+
+def codec() -> TextCodec:
+    """The tiny model's codec, made once."""
+    global _codec
+    if _codec is None:
+        with tempfile.TemporaryDirectory() as folder:
+            _codec = TextCodec.from_folder(make_tiny_model(Path(folder), layers=1))
+    return _codec
+
+
+def words(count: int, seed: int) -> str:
+    """Text of `count` words that depends on `seed`, beginning with a space."""
+    return "".join(" " + WORDS[(seed * 7 + i * i + i // 5) % len(WORDS)] for i in range(count))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What an agent's current branch was at one moment."""
+
+    text: bytes
+    tokens: tuple[int, ...]
+    computed: int
+
+    @classmethod
+    def of(cls, branch: Branch) -> Snapshot:
+        return cls(bytes(branch.text), tuple(branch.tokens), branch.computed)
+
+
+def kept_by(branch: Branch, prompt: bytes) -> int:
+    """Tokens of a branch that a prompt of plain content keeps: whole tokens, on a character border."""
+    common = common_prefix_bytes(bytes(branch.text), prompt)
+    best = offset = 0
+    for number, length in enumerate(branch.token_bytes, start=1):
+        offset += length
+        if offset > common:
+            break
+        if offset == len(branch.text) or branch.text[offset] & 0xC0 != 0x80:
+            best = number
+    return best
+
+
+class TurnMachine(RuleBasedStateMachine):
+    """See the module docstring."""
+
+    @initialize(budget=st.sampled_from([10, 14, 40]), seed=st.integers(0, 2**16), chunk=st.sampled_from([64, 300]))
+    def begin(self, budget: int, seed: int, chunk: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvd-turns-"))
+        self.world = World(self.folder, codec(), budget_pages=budget, chunk_tokens=chunk, seed=seed)
+        self.durable: dict[str, Snapshot] = {}  # what the disk has promised to keep
+        self.refusing = False
+        self.spoiled = False
+
+    @rule(action=st.sampled_from(ACTIONS), data=st.data())
+    def act(self, action: str, data: st.DataObject) -> None:
+        self.draw = data.draw
+        getattr(self, action)()
+
+    def name(self, *more: str) -> str:
+        return self.draw(st.sampled_from((*NAMES, *more)), "name")
+
+    def new_words(self) -> str:
+        return words(self.draw(st.sampled_from(COUNTS), "words"), self.draw(st.integers(0, 40), "seed"))
+
+    def part(self, whole: int) -> int:
+        return self.draw(st.integers(0, whole), "part")
+
+    # ---- turns ------------------------------------------------------------------------------------------------------
+
+    def generate(self) -> None:
+        name = self.name()
+        stored = self.world.text(name) if self.world.has(name) else ""
+        how = self.draw(st.sampled_from(["extend"] * 3 + ["exact", "diverge", "prefix", "new"]), "how")
+        prompt = {
+            "extend": lambda: stored + self.new_words(),
+            "exact": lambda: stored,
+            "diverge": lambda: stored[: self.part(len(stored))] + self.new_words(),
+            "prefix": lambda: stored[: self.part(len(stored))],
+            "new": self.new_words,
+        }[how]()
+        max_tokens = self.draw(st.integers(0, 6), "max_tokens")
+        stop = self.draw(st.sampled_from([(), (), (), ("e",), ("th", " pa")]), "stop")
+        cancel_after = self.draw(st.sampled_from([None] * 6 + list(range(8))), "cancel_after")
+        expected = self.expected_cached(name, prompt.encode())
+        before = self.state(name)
+        outcome = self.world.generate(name, prompt, max_tokens, stop=stop, cancel_after=cancel_after)
+        if outcome.error is not None:
+            self.check_failed(name, outcome.error, before, prompt)
+            return
+        turn, branch = outcome.turn, self.world.agent(name).branch
+        text = bytes(branch.text)
+        assert outcome.streamed == turn.text
+        assert text.startswith(prompt.encode())
+        assert (prompt + turn.text).encode().startswith(text)
+        assert not any(each in turn.text for each in stop)
+        assert len(branch.tokens) == turn.prompt_tokens + turn.completion_tokens
+        assert self.world.truth.is_greedy(branch.tokens, turn.prompt_tokens)
+        if "page lost" not in turn.match_reason:
+            exact = {cached - 1 if max_tokens and cached == turn.prompt_tokens else cached for cached in expected}
+            assert turn.cached_tokens in exact
+        self.after(name, durable=turn.durable)
+
+    def inject(self) -> None:
+        name, added = self.name(), self.new_words() or "x"
+        before = self.state(name)
+        outcome = self.world.inject(name, added)
+        if outcome.error is not None:
+            self.check_failed(name, outcome.error, before, (before.text.decode() if before else "") + added)
+            return
+        branch = self.world.agent(name).branch
+        assert bytes(branch.text) == (before.text if before else b"") + added.encode()
+        assert branch.computed == len(branch.tokens) == outcome.turn.prompt_tokens
+        self.after(name, durable=outcome.turn.durable)
+
+    def model_breaks(self) -> None:
+        """A bug in the middle of a step: the agent keeps what it had, and the next turn works."""
+        name = self.name()
+        before = self.state(name)
+        stored = before.text.decode() if before else ""
+        self.world.model.fail_at = self.world.model.steps + self.draw(st.integers(1, 3), "at")
+        try:
+            self.world.generate(name, stored + self.new_words(), 2)
+        except RuntimeError:
+            if self.world.has(name):
+                assert bytes(self.world.agent(name).branch.text).startswith(before.text if before else b"")
+        else:
+            self.resync(name)  # it ended before the step that would have failed
+        finally:
+            self.world.model.fail_at = None
+        self.world.core.pager.check_integrity()
+        if self.draw(st.booleans(), "saves"):
+            self.world.save_unsaved()
+            self.resync(name)
+
+    # ---- control operations -----------------------------------------------------------------------------------------
+
+    def rollback(self) -> None:
+        name = self.name()
+        before = self.state(name)
+        if before is None:
+            return
+        tokens = self.part(len(before.tokens))
+        outcome = self.world.job("rollback", name, tokens=tokens)
+        if outcome.error is not None:
+            self.check_failed(name, outcome.error, before, before.text.decode())
+            return
+        after = Snapshot.of(self.world.agent(name).branch)
+        assert after.tokens == before.tokens[: len(after.tokens)]
+        assert before.text.startswith(after.text)
+        assert tokens - 4 < len(after.tokens) <= tokens
+        self.after(name, durable=outcome.facts["durable"])
+
+    def fork(self) -> None:
+        name, child = self.name(), self.name("kid", "imp")
+        before = self.state(name)
+        if before is None or self.world.has(child):
+            return
+        outcome = self.world.job("fork", name, new_agent=child, tokens=self.part(len(before.tokens)))
+        assert self.world.text(name).encode() == before.text
+        if outcome.error is not None:
+            assert isinstance(outcome.error, BudgetExceeded | Busy), outcome.error
+            return
+        after = Snapshot.of(self.world.agent(child).branch)
+        assert after.tokens == before.tokens[: len(after.tokens)]
+        self.after(child, durable=outcome.facts["durable"])
+
+    def hold(self) -> None:
+        name, what = self.name("kid"), self.draw(st.sampled_from(["pin", "unpin", "evict", "prefetch"]), "what")
+        before = self.state(name)
+        if before is None:
+            return
+        outcome = self.world.job(what, name)
+        if outcome.error is not None:
+            assert isinstance(outcome.error, BudgetExceeded | Busy | AgentBusy), outcome.error
+        after = Snapshot.of(self.world.agent(name).branch)
+        assert (after.text, after.tokens) == (before.text, before.tokens)
+        if what in ("pin", "unpin") and outcome.error is None:
+            self.after(name, durable=outcome.facts["durable"])
+
+    def delete(self) -> None:
+        name = self.name("kid", "imp")
+        if not self.world.has(name):
+            return
+        deleted = self.world.job("delete", name).facts["deleted"]
+        assert self.world.has(name) != deleted
+        if deleted:
+            self.durable.pop(name, None)
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        self.crashed(lossy=self.draw(st.booleans(), "lossy"))
+
+    def crashed(self, *, lossy: bool) -> None:
+        last = {name: snapshot for name in (*NAMES, "kid", "imp") if (snapshot := self.state(name)) is not None}
+        self.world.crash(lossy=lossy)
+        self.refusing = False
+        for name in (*NAMES, "kid", "imp"):
+            found = self.state(name)
+            if name in self.durable:
+                # a turn that was reported as not durable may have got there all the same
+                assert found in (self.durable[name], last.get(name)), f"{name} is not as it was promised"
+            else:
+                assert found is None or found == last.get(name), f"{name} came back"
+            if found is not None:
+                self.durable[name] = found
+
+    def disk_refuses(self) -> None:
+        self.refusing = True
+        self.world.refuse_writes()
+
+    def disk_heals(self) -> None:
+        self.refusing = False
+        self.world.heal()
+        for _ in range(2):
+            self.world.settle()
+            self.world.save_unsaved()
+        for agent in self.world.core.agents:
+            assert agent.unsaved is None, "a healthy disk takes what it refused before"
+            if agent.logged:
+                self.durable[agent.ref.agent] = Snapshot.of(agent.branch)
+
+    def spoil(self) -> None:
+        """A bit of a page file flips."""
+        name, number = self.name(), self.draw(st.integers(0, 3), "page")
+        pages = [*self.world.page_ids(name, 0), *self.world.page_ids(name, 1)] if self.world.has(name) else []
+        if number < len(pages) and self.world.page_path(pages[number]) in self.world.fs.live_files():
+            self.world.spoil_page(pages[number])
+            self.spoiled = True
+
+    def settle(self) -> None:
+        self.world.settle()
+        if not self.refusing and not self.spoiled:
+            self.check_no_leaks()
+
+    # ---- truths -----------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def books_and_bytes(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.disk_heals()
+            self.crashed(lossy=True)
+            self.world.check()
+            self.world.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def state(self, name: str) -> Snapshot | None:
+        return Snapshot.of(self.world.agent(name).branch) if self.world.has(name) else None
+
+    def expected_cached(self, name: str, prompt: bytes) -> set[int]:
+        """Tokens a turn may reuse: of the branches that keep most of the prompt, those with KV."""
+        if not self.world.has(name):
+            return {0}
+        kept = [(kept_by(branch, prompt), branch.computed) for branch in self.world.agent(name).branches.values()]
+        most = max(tokens for tokens, _ in kept)
+        return {min(tokens, computed) for tokens, computed in kept if tokens == most}
+
+    def after(self, name: str, *, durable: bool) -> None:
+        """Note what an operation promised."""
+        assert durable or self.refusing or self.spoiled, "a healthy disk makes every turn durable"
+        assert (self.world.agent(name).unsaved is None) == durable
+        if durable:
+            self.durable[name] = Snapshot.of(self.world.agent(name).branch)
+
+    @property
+    def crowded(self) -> bool:
+        """RAM may be full of what the disk has not taken: only then may a request be told to come back later."""
+        return self.refusing or any(agent.unsaved is not None for agent in self.world.core.agents)
+
+    def resync(self, name: str) -> None:
+        if self.world.has(name) and self.world.agent(name).unsaved is None:
+            self.durable[name] = Snapshot.of(self.world.agent(name).branch)
+
+    def check_failed(self, name: str, error: KvdError, before: Snapshot | None, prompt: str) -> None:
+        """A refusal leaves everything as it was; a cancellation leaves a part of the prompt that can go on."""
+        assert not isinstance(error, InternalError), error
+        after = self.state(name)
+        if isinstance(error, Cancelled) or (isinstance(error, Busy) and self.crowded):
+            if after is not None and before is not None and after != before:
+                common = common_prefix_bytes(after.text, prompt.encode())
+                assert common in (len(after.text), len(prompt.encode()))
+            if isinstance(error, Cancelled):
+                self.resync(name)
+            return
+        if before is None:
+            assert after is None
+        else:
+            assert after is not None
+            assert (after.text, after.tokens) == (before.text, before.tokens)
+        if not isinstance(error, BudgetExceeded):
+            empty = not prompt
+            long = len(content(prompt).data) > CONTEXT_TOKENS // 4
+            assert empty or (long and isinstance(error, ContextFull)), error
+
+    def check_no_leaks(self) -> None:
+        """Every page file is one that an agent maps or a log names."""
+        mapped: set[Any] = set()
+        for agent in self.world.core.agents:
+            if agent.unsaved is not None or agent.dropped_branches:
+                return
+            for branch in agent.branches.values():
+                for segment in self.world.core.pager.segments(branch.space):
+                    mapped.update(page.ref.page_id for page in segment.pages)
+                if not branch.saved:
+                    return
+        files = {page_of_file(path.name) for path in self.world.fs.live_files() if path.suffix == ".safetensors"}
+        assert files <= mapped
+
+
+TestTurns = TurnMachine.TestCase
+TestTurns.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    # explaining a failure runs it again and again under a tracer, which takes longer than any test may
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)

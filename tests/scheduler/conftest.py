@@ -1,0 +1,39 @@
+"""A codec made once, and worlds to run turns in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.model.tokenizer import TextCodec
+from tests.scheduler.harness import World
+
+
+@pytest.fixture(scope="session")
+def codec(tiny_model_dir: Path) -> TextCodec:
+    """The tiny model's byte-level codec."""
+    return TextCodec.from_folder(tiny_model_dir)
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, codec: TextCodec) -> Iterator[Callable[..., World]]:
+    """Makes worlds; each is checked and closed at the end."""
+    worlds: list[World] = []
+
+    def make(**options: int) -> World:
+        world = World(tmp_path / str(len(worlds)), codec, **options)
+        worlds.append(world)
+        return world
+
+    yield make
+    for world in worlds:
+        world.check()
+        world.close()
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    """A world with room for everything."""
+    return make_world()
