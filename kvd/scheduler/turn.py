@@ -208,7 +208,9 @@ def _work(
         }
         request.emit({"type": "usage", **usage})
         began_s = core.clock()
-        gained = finish != "cancelled" or len(branch.tokens) > plan.match.keep_tokens
+        # a cancelled turn is worth a record when it added text, or KV to what the log has (its fork is let go of else)
+        longer = len(branch.tokens) > plan.match.keep_tokens
+        gained = finish != "cancelled" or longer or (branch is plan.source and not branch.saved)
         durable, durable_reason = yield from _commit(core, agent, branch, gained=gained)
         state.times.commit_s = core.clock() - began_s
         request.emit({"type": "durable", "durable": durable, "reason": durable_reason})

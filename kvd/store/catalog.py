@@ -250,7 +250,9 @@ def _connect(fs: FileSystem, path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA fullfsync=ON")  # macOS: F_FULLFSYNC; no effect elsewhere
         connection.execute("PRAGMA checkpoint_fullfsync=ON")
-        connection.execute("PRAGMA journal_size_limit=4194304")
+        # the log is emptied often and cut: it counts against the quota (`disk_usage.CATALOG_GROWTH_BYTES`)
+        connection.execute("PRAGMA wal_autocheckpoint=32")
+        connection.execute("PRAGMA journal_size_limit=131072")
         connection.execute("PRAGMA trusted_schema=OFF")
     except BaseException:
         connection.close()

@@ -19,6 +19,16 @@ _RECOUNT_EVERY: Final = 512
 """Admissions between two counts of the folder (a count of 10 000 files takes tens of milliseconds)."""
 
 
+CATALOG_GROWTH_BYTES: Final = 384 * 1024
+"""Kept free for the catalog: SQLite writes without asking (its log of 32 pages, pages of rows), a quota holds all the
+same. At most a quarter of a small quota."""
+
+
+def catalog_reserve_bytes(quota_bytes: int) -> int:
+    """Bytes of a quota that pages and logs may not take."""
+    return min(CATALOG_GROWTH_BYTES, quota_bytes // 4)
+
+
 class DiskUsage:
     """Bytes under the data folder. Owned by the swap thread; other threads may read the figures.
 
@@ -68,14 +78,14 @@ class DiskUsage:
             delete_orphans()
             self.recount()
         if not self._fits(wanted_bytes):
-            over = self.used_bytes + wanted_bytes - self.quota_bytes
+            over = self.used_bytes + wanted_bytes + catalog_reserve_bytes(self.quota_bytes) - self.quota_bytes
             prune_quarantine(self._fs, self._folder.quarantine_folder(self._fingerprint), wanted_bytes=over)
             self.recount()
         if not self._fits(wanted_bytes):
             raise QuotaExceeded(used_bytes=self.used_bytes, wanted_bytes=wanted_bytes, quota_bytes=self.quota_bytes)
 
     def _fits(self, wanted_bytes: int) -> bool:
-        return self.used_bytes + wanted_bytes <= self.quota_bytes
+        return self.used_bytes + wanted_bytes + catalog_reserve_bytes(self.quota_bytes) <= self.quota_bytes
 
 
-__all__ = ["DiskUsage"]
+__all__ = ["DiskUsage", "catalog_reserve_bytes"]

@@ -4,12 +4,12 @@ Events are past facts, instructions imperatives; all are frozen. The pager never
 a clock: it takes an event and returns the instructions the engine must carry out **in order**. May import kvd.ids only.
 
 Theory of operation. An *address space* has, per cache group, one segment: sealed pages (256 tokens each, immutable,
-may be mapped by several spaces) and at most one private *tail* page that is filling. `Activate` pins a space and asks
-for everything absent; `Grow` asks for frames for tokens to come. Neither blocks: what cannot be had at once is queued
+may be mapped by several spaces) and at most one private *tail* page that is filling. `Activated` pins a space and asks
+for everything absent; `GrowthWanted` asks for frames for tokens to come. Neither blocks: what cannot be had at once is queued
 inside the pager and continues when a `WriteDone` or `LoadDone` makes room. The engine runs a step when
 `pager.is_ready(space)`.
 
-Durability of a tail: after `Committed`, the tail's KV is in the agent's log up to `tail_durable_tokens`; an inactive
+Durability of a tail: after `TurnCommitted`, the tail's KV is in the agent's log up to `tail_durable_tokens`; an inactive
 space's fully durable tail may be dropped from RAM and is read back with `LoadTail`.
 """
 
@@ -42,7 +42,7 @@ class SegmentImage:
 
 @dataclass(frozen=True, slots=True)
 class SpaceCreated:
-    """An empty space exists. `layout_bytes[g]` are the bytes of one page of group g in this space's format."""
+    """An empty space exists. `page_bytes[g]` are the bytes of one page of group g in this space's format."""
 
     space: SpaceId
     page_bytes: tuple[int, ...]
@@ -220,7 +220,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class MapFrame:
-    """Make frame `frame` of `page_bytes` bytes exist for a new, empty tail page of `group`."""
+    """Make frame `frame` exist for a new, empty tail page of `group` in the format of `space`."""
 
     page: PageId
     frame: FrameId

@@ -37,7 +37,7 @@ with Client(sys.argv[1]).generate_stream(sys.argv[2], sys.argv[3], max_tokens=in
 def is_idle(daemon: Daemon) -> bool:
     """No request runs or waits."""
     health = daemon.client.health()
-    return health.server["running"] == health.server["queued"] == 0
+    return (health.server["running"], health.server["queued"]) == (0, 0)
 
 
 def settled_tokens(daemon: Daemon) -> int:

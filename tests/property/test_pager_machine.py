@@ -6,18 +6,16 @@ transfers in random order, and after each step compares what a step would read w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.ids import FrameId, GroupId, PageId, PageKey, SpaceId
+from kvd.ids import GroupId, PageId, PageKey, SpaceId
 from kvd.vm import events as ev
 from kvd.vm.errors import NoRoomForCopy, NotResident, SpaceInUse
 from kvd.vm.pager import Pager
+from tests.property.paging_model import PAGE_TOKENS, Machine, Model, Token
 
-PAGE_TOKENS = 4
 MAX_SPACES = 6
 
 WEIGHTS = {
@@ -44,70 +42,6 @@ WEIGHTS = {
     "demand_is_met": 1,
 }
 ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
-
-Token = tuple[int, int]
-"""(group, serial number): no two appended tokens are equal."""
-
-
-@dataclass
-class Model:
-    """What the test knows of one space: the truth the pager is held to."""
-
-    page_bytes: tuple[int, ...]
-    serials: list[int] = field(default_factory=list)
-    log: list[int] = field(default_factory=list)  # serials as of the last commit
-    active: bool = False
-    pinned: bool = False
-
-
-class Machine:
-    """RAM and disk as the engine would run them; every instruction is checked against what exists."""
-
-    def __init__(self, models: dict[SpaceId, Model]) -> None:
-        self.models = models
-        self.frames: dict[FrameId, list[Token]] = {}
-        self.swap: dict[PageId, tuple[Token, ...]] = {}
-        self.writes: dict[PageId, tuple[Token, ...]] = {}
-        self.loads: dict[PageId, tuple[FrameId, tuple[Token, ...] | None]] = {}
-        self.tails: dict[PageId, SpaceId] = {}
-
-    def carry_out(self, instructions: tuple[ev.Instruction, ...]) -> None:
-        """Carry instructions out in order."""
-        for instruction in instructions:
-            match instruction:
-                case ev.MapFrame(page=page, frame=frame):
-                    self._new_frame(frame)
-                case ev.LoadPage(page=page, frame=frame):
-                    self._new_frame(frame)
-                    assert page not in self.loads
-                    self.loads[page] = (frame, self.swap.get(page))
-                case ev.LoadTail(page=page, frame=frame, group=group, space=space, tokens=tokens):
-                    self._new_frame(frame)
-                    log = self.models[space].log
-                    start = len(self.models[space].serials) - tokens
-                    assert start % PAGE_TOKENS == 0
-                    content = tuple((int(group), serial) for serial in log[start : start + tokens])
-                    assert len(content) == tokens, "the log does not hold the tail"
-                    self.loads[page] = (frame, content)
-                    self.tails[page] = space
-                case ev.WritePage(page=page, frame=frame):
-                    assert page not in self.writes
-                    assert page not in self.swap, "a sealed page is written once"
-                    self.writes[page] = tuple(self.frames[frame])
-                case ev.CopyTokens(source=source, target=target, tokens=tokens):
-                    copied = self.frames[source][:tokens]
-                    assert len(copied) == tokens
-                    self._new_frame(target)
-                    self.frames[target].extend(copied)
-                case ev.DropFrame(frame=frame):
-                    del self.frames[frame]
-                    assert all(frame != busy for busy, _ in self.loads.values()), "a frame is dropped under its load"
-                case ev.ForgetPage(page=page):
-                    self.swap.pop(page, None)
-
-    def _new_frame(self, frame: FrameId) -> None:
-        assert frame not in self.frames, "a frame is handed out twice"
-        self.frames[frame] = []
 
 
 class PagerMachine(RuleBasedStateMachine):

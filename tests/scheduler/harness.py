@@ -1,4 +1,4 @@
-"""The engine in one thread on a disk that forgets: real core, pager, pool, store and recovery, a fake model, no sockets.
+"""The engine in one thread on a disk that forgets: real core, pager, pool, store, recovery; a fake model, no sockets.
 
 The fake model has two layers of different geometry, so two cache groups. K and V of a token depend on its id and
 position alone, elementwise, so the bytes of every page of every branch are known in advance to the last bit, whatever
@@ -95,7 +95,7 @@ class FakeModel:
         self._head[:3] = 0.0  # control tokens are never the greedy choice
 
     def kv(self, layer: int, ids: Sequence[int], start: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values [kv_heads, n, DIM] of `ids` at positions start …"""
+        """Keys and values [kv_heads, n, DIM] of `ids` at positions from `start` on."""
         index = np.asarray(ids, dtype=np.int64)
         k, v = (
             (table[index] + self._places[side, start : start + len(index)]).swapaxes(0, 1)
@@ -363,7 +363,7 @@ class World:
             swap=door,
             fingerprint=fingerprint,
             numerics=NUMERICS,
-            on_forget=lambda page: self.core.forget_page(page),
+            on_forget=lambda page: self.core.forget_page(page),  # noqa: PLW0108  the core is made after its hands
             on_event=self.log,
         )
         door.connect(memory)
@@ -397,9 +397,13 @@ class World:
         self.fs.fail = lambda number, name, path: None
         self.start()
 
-    def refuse_writes(self, code: int = errno.ENOSPC) -> None:
-        """From here on the disk takes nothing."""
-        self.fs.fail = lambda number, name, path: code if name in ("create", "write", "open_append") else None
+    def refuse_writes(self, code: int = errno.ENOSPC, *, only: str = "") -> None:
+        """From here on the disk takes nothing (whose path has `only` in it)."""
+
+        def fail(number: int, name: str, path: Path | None) -> int | None:
+            return code if name in ("create", "write", "open_append") and only in str(path) else None
+
+        self.fs.fail = fail
 
     def heal(self) -> None:
         """The disk works again."""
@@ -529,7 +533,7 @@ class World:
         return self.agent(name).branch.text.decode()
 
     def check(self) -> None:
-        """Books balance, the budget holds, and every readable page of every branch has exactly the bytes it must have."""
+        """Books balance, the budget holds, and every readable page of every branch has exactly its bytes."""
         core = self.core
         core.pager.check_integrity()
         figures = core.pager.statistics()

@@ -1,0 +1,135 @@
+"""Parameters of calls: unknown, missing, mistyped and out-of-range ones are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.errors import CallerError, InvalidParams, InvalidText
+from kvd.scheduler.params import MAX_NAME_CHARACTERS, MAX_STOP_STRINGS, TURN_NAMES, Params
+from kvd.scheduler.requests import AgentRef
+
+
+def params(**raw: object) -> Params:
+    """Parameters of a call."""
+    return Params("generate", raw)
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    """A misspelt parameter is never ignored."""
+    with pytest.raises(InvalidParams, match="generate does not know max_token, tempe; it takes agent, text") as caught:
+        params(max_token=1, agent="a", tempe=2).refuse_unknown("agent", "text")
+    assert caught.value.data["parameters"] == ["max_token", "tempe"]
+    params(agent="a").refuse_unknown("text", *TURN_NAMES)
+    with pytest.raises(InvalidParams, match="it takes nothing"):
+        params(x=1).refuse_unknown()
+
+
+@pytest.mark.parametrize(
+    ("raw", "read", "words"),
+    [
+        ({}, lambda p: p.text("text"), "needs text"),
+        ({"text": 7}, lambda p: p.text("text"), "text must be a string, not int"),
+        ({"text": b"x"}, lambda p: p.text("text"), "text must be a string, not bytes"),
+        ({"stream": 1}, lambda p: p.flag("stream", True), "stream must be true or false, not int"),
+        ({"n": True}, lambda p: p.integer("n", default=1), "n must be an integer from 0"),
+        ({"n": 1.0}, lambda p: p.integer("n", default=1), "n must be an integer"),
+        ({"n": 0}, lambda p: p.integer("n", low=1, high=5), "n must be from 1 to 5, not 0"),
+        ({"n": 6}, lambda p: p.integer("n", low=1, high=5), "n must be from 1 to 5, not 6"),
+        ({}, lambda p: p.integer("n", low=1), "needs n"),
+        ({"x": "1"}, lambda p: p.number("x", 1.0), "x must be a number, not str"),
+        ({"x": True}, lambda p: p.number("x", 1.0), "x must be a number, not bool"),
+        ({"x": float("nan")}, lambda p: p.number("x", 1.0), "not NaN"),
+        ({"agent": ""}, lambda p: p.name("agent"), "1 to 128 printable"),
+        ({"agent": "a" * 129}, lambda p: p.name("agent"), "1 to 128 printable"),
+        ({"agent": "a\nb"}, lambda p: p.name("agent"), "printable"),
+        ({"agent": "a\x00"}, lambda p: p.name("agent"), "printable"),
+        ({"agent": "a", "namespace": ""}, lambda p: p.ref(), "namespace must be 1 to 128"),
+        ({"stop": ""}, lambda p: p.stop(), "stop must be a non-empty string"),
+        ({"stop": ["a", ""]}, lambda p: p.stop(), "stop must be"),
+        ({"stop": ["a", 1]}, lambda p: p.stop(), "stop must be"),
+        ({"stop": b"ab"}, lambda p: p.stop(), "stop must be"),
+        ({"stop": {"a": 1}}, lambda p: p.stop(), "stop must be"),
+        ({"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, lambda p: p.stop(), "at most 16 strings, not 17"),
+        ({"logit_bias": []}, lambda p: p.sampling(), "logit_bias must map"),
+        ({"logit_bias": {"x": 1}}, lambda p: p.sampling(), "logit_bias must map"),
+        ({"logit_bias": {1: "nan"}}, lambda p: p.sampling(), "logit_bias must map"),
+        ({"logit_bias": {1.5: 1}}, lambda p: p.sampling(), "logit_bias must map"),
+        ({"logit_bias": {True: 1}}, lambda p: p.sampling(), "logit_bias must map"),
+        ({"logit_bias": {1: float("inf")}}, lambda p: p.sampling(), "logit_bias must be at most"),
+        ({"temperature": 101}, lambda p: p.sampling(), "temperature must be between 0 and 100"),
+        ({"seed": -1}, lambda p: p.sampling(), "seed must be from 0"),
+        ({"messages": []}, lambda p: p.messages(), "needs messages"),
+        ({"messages": "hi"}, lambda p: p.messages(), "needs messages"),
+        ({"messages": [{"content": "x"}]}, lambda p: p.messages(), r"messages\[0\] must be a map with a role"),
+        ({"messages": [{"role": "user"}, 3]}, lambda p: p.messages(), r"messages\[1\] must be a map"),
+        ({"messages": [{"role": "user", "content": 3}]}, lambda p: p.messages(), r"messages\[0\].content must be"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(raw: dict[str, object], read: Callable[[Params], object], words: str) -> None:
+    """Each refusal names the parameter and what it may be."""
+    with pytest.raises(InvalidParams, match=words):
+        read(params(**raw))
+
+
+@pytest.mark.parametrize("read", [lambda p: p.text("x"), lambda p: p.name("x"), lambda p: p.stop()])
+def test_lone_surrogates_are_refused_with_their_position(read: Callable[[Params], object]) -> None:
+    """Text that UTF-8 cannot carry is `invalid_text`."""
+    with pytest.raises(InvalidText, match="character 2") as caught:
+        read(params(x="ab\ud800c", stop=["ab\ud800c"]))
+    assert caught.value.data["character"] == 2
+    with pytest.raises(InvalidText, match=r"messages\[1\]"):
+        params(messages=[{"role": "user"}, {"role": "user", "content": "\udc00"}]).messages()
+
+
+def test_absent_values_take_their_defaults() -> None:
+    """None is the same as absent."""
+    given_params = params(temperature=None, stop=None, namespace=None, agent="é 1", stream=None)
+    assert given_params.sampling().temperature == 0.0
+    assert given_params.stop() == ()
+    assert given_params.ref() == AgentRef("default", "é 1")  # type: ignore[arg-type]
+    assert given_params.flag("stream", True)
+    assert given_params.optional_integer("tokens") is None
+    assert not given_params.has("temperature")
+
+
+def test_good_values_are_taken() -> None:
+    """Whole numbers serve as floats; ids of a bias may be strings, as JSON has no other keys."""
+    sampling = params(temperature=1, logit_bias={7: 2, "8": -1.5}, seed=3, top_k=5).sampling()
+    assert sampling.temperature == 1.0
+    assert sampling.logit_bias == ((7, 2.0), (8, -1.5))
+    assert (sampling.seed, sampling.top_k) == (3, 5)
+    assert params(stop="x").stop() == ("x",)
+    assert params(agent="a" * MAX_NAME_CHARACTERS).name("agent")
+    assert params(messages=[{"role": "user", "content": "x", "name": "n"}]).messages() == [
+        {"role": "user", "content": "x", "name": "n"}
+    ]
+
+
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*TURN_NAMES, "messages", "text"]), ANYTHING))
+def test_nothing_a_client_sends_is_more_than_refused(raw: dict[str, object]) -> None:
+    """Any value either passes or is the caller's error; nothing else is ever raised."""
+    readers: list[Callable[[Params], object]] = [
+        Params.sampling,
+        Params.stop,
+        Params.ref,
+        Params.messages,
+        lambda p: p.text("text"),
+        lambda p: p.integer("max_tokens", default=1, low=0, high=10),
+        lambda p: p.flag("stream", True),
+    ]
+    for read in readers:
+        try:
+            read(Params("generate", raw))
+        except CallerError as error:
+            assert error.message
