@@ -6,11 +6,8 @@ the thread that makes them).
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
@@ -26,6 +23,7 @@ from kvd.model.registry import resolve
 from kvd.model.spec import ModelCacheSpec
 from kvd.ops.device import clamp_budget, clamp_quota, device_facts
 from kvd.quant.spec import PageLayout
+from kvd.record import EngineRecord, read_record, write_record
 from kvd.scheduler.core import NUMERICS, EngineCore
 from kvd.scheduler.memory import Memory
 from kvd.scheduler.restore import restore_agents
@@ -131,24 +129,28 @@ class Assembly:
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _choose_backend(self, spec: ModelCacheSpec, formats: FormatChoice) -> AttentionBackend:
-        """The recorded backend if it can run, else the measured choice; a flag overrides and is recorded."""
-        path = self._settings.data_dir / "engine.json"
-        recorded = _read_json(path)
+        """The recorded backend if it can run, else the first right one; a flag overrides and is recorded."""
+        assert self.folder is not None
+        recorded = read_record(self._settings.data_dir)
         wanted = self._settings.attention
-        if wanted == "auto" and recorded.get("attention") in ATTENTION_CHOICES:
-            wanted = str(recorded["attention"])
+        if wanted == "auto" and recorded.attention in ATTENTION_CHOICES:
+            wanted = str(recorded.attention)
         choice = select_backend(wanted, list(_probes(spec, formats)))
         self._notices += choice.notices
         launch = launcher.report()
         threads = launch.threads if launch is not None else 1
-        if recorded.get("threads") not in (None, threads):
-            self._notices.append(
-                f"agents here were computed with {recorded['threads']} BLAS threads, now there are {threads}: greedy "
-                "continuations may differ from an unbroken run (set KVD_THREADS to choose)"
-            )
-        if recorded.get("attention") not in (None, choice.backend.name):
-            self._notices.append(f"attention was {recorded['attention']} and is {choice.backend.name} now")
-        _write_json(path, {"attention": choice.backend.name, "threads": threads, "numerics": NUMERICS})
+        now = EngineRecord(choice.backend.name, threads, NUMERICS)
+        for what, before, after in (
+            ("BLAS threads", recorded.threads, now.threads),
+            ("attention backend", recorded.attention, now.attention),
+            ("numerics", recorded.numerics, now.numerics),
+        ):
+            if before not in (None, after):
+                self._notices.append(
+                    f"{what} changed from {before} to {after}: greedy continuations of older agents may differ from an "
+                    "unbroken run"
+                )
+        write_record(self._settings.data_dir, self.folder.fs, now)
         self._facts |= {"attention": choice.backend.name, "threads": threads}
         self._facts["blas"] = launch.describe() if launch is not None else "not set up by the launcher"
         if launch is not None and launch.warning:
@@ -245,18 +247,3 @@ def _probes(spec: ModelCacheSpec, formats: FormatChoice) -> Iterable[ShapeProbe]
             layer_format=layout.page_format.layers[0],
             window=layer.window,
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _write_json(path: Path, value: dict[str, object]) -> None:
-    partial = path.with_suffix(".tmp")
-    partial.touch(mode=0o600)
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)

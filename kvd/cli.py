@@ -26,6 +26,7 @@ from kvd.errors import EnvironmentFault, KvdError
 from kvd.ops.logs import LEVELS
 from kvd.ops.sizes import format_size, parse_size
 from kvd.quant.spec import NAMED_FORMATS
+from kvd.record import follow_recorded_threads
 from kvd_client.paths import default_data_dir, default_socket
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -172,11 +173,13 @@ def serve(
     from kvd.daemon import serve as run
     from kvd.model.paths import model_dir as models
 
-    data = Path(data_dir) if data_dir else default_data_dir()
+    # links are followed: a data folder on another disk is common, and its real path is what is locked and checked
+    data = (Path(data_dir) if data_dir else default_data_dir()).expanduser().resolve()
+    follow_recorded_threads(data)
     try:
         settings = Settings(
-            data_dir=data.expanduser().absolute(),
-            socket=Path(socket).expanduser().absolute() if socket else default_socket(data),
+            data_dir=data,
+            socket=Path(socket).expanduser().absolute() if socket else default_socket(data_dir),
             model=model_name,
             model_dir=models(model_dir),
             budget_bytes=budget,

@@ -19,6 +19,9 @@ DEFAULT_MODEL = "smollm2-135m"
 SHARING = ("agent",)
 ATTENTION = ("auto", "reference", "mlx")
 MIN_BUDGET_BYTES = 1_000_000
+MAX_CHUNK_TOKENS = 512
+"""What the scratch memory of a step is counted for (`ModelCacheSpec.scratch_bytes`)."""
+MAX_DRAIN_GRACE_S = 86_400
 
 
 class ConfigError(CallerError):
@@ -41,7 +44,7 @@ class Settings:
         kv_format: `auto` (the calibrated one) or a name of `NAMED_FORMATS`.
         attention: `auto` or a backend's name.
         sharing: who may map whose pages.
-        chunk_tokens: tokens of a prefill step.
+        chunk_tokens: tokens of a prefill step, at most `MAX_CHUNK_TOKENS`.
         max_queued: requests that may wait.
         drain_grace_s: how long a drain lets requests finish before it cancels them.
         log_level: of `LOG_LEVELS`.
@@ -73,9 +76,16 @@ class Settings:
         _at_least("budget", self.budget_bytes, MIN_BUDGET_BYTES, "bytes")
         _at_least("quota", self.quota_bytes, MIN_BUDGET_BYTES, "bytes")
         _at_least("chunk", self.chunk_tokens, 1, "tokens")
+        if self.chunk_tokens > MAX_CHUNK_TOKENS:
+            raise ConfigError(
+                f"chunk must be at most {MAX_CHUNK_TOKENS} tokens, not {self.chunk_tokens}", setting="chunk"
+            )
         _at_least("max-queued", self.max_queued, 1, "requests")
-        if self.drain_grace_s < 0:
-            raise ConfigError(f"drain-grace must be 0 seconds or more, not {self.drain_grace_s}")
+        if not 0 <= self.drain_grace_s <= MAX_DRAIN_GRACE_S:
+            raise ConfigError(
+                f"drain-grace must be from 0 to {MAX_DRAIN_GRACE_S} seconds, not {self.drain_grace_s}",
+                setting="drain-grace",
+            )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -25,6 +25,8 @@ from kvd.store.fs import RealFileSystem
 from kvd.store.layout import DataFolder
 
 FORCED_EXIT_CODE = 130
+CANCEL_GRACE_S = 30.0
+"""How long cancelled requests may take to commit what they have: a prefill chunk on a slow machine, and its fsyncs."""
 
 
 class Daemon:
@@ -99,12 +101,19 @@ class Daemon:
         if self._failure is None:
             self._engine.drain()
             grace_s = self._settings.drain_grace_s
-            done = await self._loop.run_in_executor(None, self._engine.drained.wait, grace_s)
-            if not done:
+            if not await self._drained_within(grace_s):
                 self._engine.cancel_all(f"the daemon is stopping and its grace of {grace_s:g} s is over")
-                await self._loop.run_in_executor(None, self._engine.drained.wait, grace_s)
+                await self._drained_within(max(grace_s, CANCEL_GRACE_S))
         ended = await self._loop.run_in_executor(None, self._engine.stop, 60.0)
         self._log.info("stopped", clean=ended, uptime_s=round(time.monotonic() - self._started_s, 1))
+
+    async def _drained_within(self, seconds: float) -> bool:
+        deadline_s = time.monotonic() + seconds
+        while not self._engine.drained.is_set():
+            if time.monotonic() >= deadline_s:
+                return False
+            await asyncio.sleep(0.02)
+        return True
 
     async def _feed_watchdog(self) -> None:
         interval_s = self._notifier.watchdog_interval_s

@@ -14,7 +14,13 @@ from kvd.ids import FormatId
 from kvd.model.loader import LoadedModel
 from kvd.model.spec import CacheGroup
 from kvd.quant.calibration import load_calibration
-from kvd.quant.conditioning import Conditioning, LayerConditioning, load_conditioning, save_conditioning
+from kvd.quant.conditioning import (
+    Conditioning,
+    LayerConditioning,
+    conditioning_path,
+    load_conditioning,
+    save_conditioning,
+)
 from kvd.quant.errors import ConditioningDamaged
 from kvd.quant.spec import NAMED_FORMATS, PageFormat, PageLayout
 from kvd.scheduler.core import FormatBook
@@ -67,7 +73,7 @@ def choose_formats(loaded: LoadedModel, wanted: str, conditioning_dir: Path) -> 
         if not own:
             raise ConfigError(f"q4c needs a calibration: run `kvd calibrate {spec.model_name}`", setting="kv-format")
         for constants in own:
-            save_conditioning(constants, conditioning_dir)
+            _keep_constants(constants, conditioning_dir)
     kept, complaints = _kept_constants(conditioning_dir)
     notices += complaints
     layouts: dict[tuple[int, str], PageLayout] = {}
@@ -99,6 +105,16 @@ def _digests(constants: list[Conditioning]) -> set[str]:
 
 def _fits(constants: Conditioning, group: CacheGroup) -> bool:
     return constants.centre.shape == (len(group.layer_indices), group.layer.kv_heads, group.layer.k_dim)
+
+
+def _keep_constants(constants: Conditioning, folder: Path) -> None:
+    """Keep constants beside the pages that will use them; a damaged copy is replaced while we have good ones."""
+    path = conditioning_path(folder, constants.digest)
+    try:
+        load_conditioning(path)
+    except ConditioningDamaged:
+        path.unlink(missing_ok=True)
+        save_conditioning(constants, folder)
 
 
 def _kept_constants(folder: Path) -> tuple[list[Conditioning], list[str]]:

@@ -15,6 +15,7 @@ from kvd.ids import FormatId, GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.model.cache import SequenceCache
 from kvd.model.forward import Forward
 from kvd.model.loader import LoadedModel
+from kvd.quant.codec import CODEC_VERSION
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent, cut_spans
 from kvd.scheduler.memory import Memory, SpaceFacts
@@ -40,8 +41,16 @@ if TYPE_CHECKING:
     from kvd.attention.interface import AttentionBackend
     from kvd.quant.conditioning import LayerConditioning
 
-NUMERICS = "kvd-1"
+NUMERICS = f"kvd-1/codec-{CODEC_VERSION}"
 """Version of the arithmetic from ids to page bytes. Another version's pages have other keys and headers."""
+
+
+def domain_of(ref: AgentRef) -> str:
+    """The sharing domain of an agent's pages, in their keys and headers.
+
+    Sharing is `agent`: no other agent's look-up can meet these keys. Sharing by namespace gives the namespace alone.
+    """
+    return f"{ref.namespace}\0{ref.agent}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +149,7 @@ class EngineCore:
         self._next_space += 1
         layouts = tuple(self.formats.layouts[group, format_id] for group, format_id in enumerate(format_ids))
         self._owners[space] = (ref, branch_id)
-        self.memory.add_space(space, SpaceFacts(ref.namespace, layouts, self._tail_reader(ref, branch_id)))
+        self.memory.add_space(space, SpaceFacts(domain_of(ref), layouts, self._tail_reader(ref, branch_id)))
         return space
 
     def _tail_reader(self, ref: AgentRef, branch_id: int) -> Callable[[PageId, GroupId], None]:
@@ -248,8 +257,7 @@ class EngineCore:
 
     def _new_chains(self, branch: Branch) -> list[KeyChain]:
         ref, _ = self._owners[branch.space]
-        # sharing "agent": no other agent's look-up can meet these keys
-        domain = Namespace(f"{ref.namespace}\0{ref.agent}")
+        domain = Namespace(domain_of(ref))
         groups = range(len(branch.format_ids))
         return [KeyChain(domain, self.spec.fingerprint, GroupId(group), NUMERICS) for group in groups]
 

@@ -50,7 +50,7 @@ class SpaceFacts:
     """What the hands must know of an address space.
 
     Attributes:
-        domain: namespace its pages belong to.
+        domain: sharing domain of its pages, as in their keys.
         layouts: one per cache group.
         read_tail: starts reading a group's tail from the log; the answer comes as `tail_read` or `tail_failed`.
     """

@@ -61,9 +61,11 @@ def _branch(core: EngineCore, ref: AgentRef, branch_id: int, stored: BranchImage
     segments = sorted(stored.segments, key=lambda segment: segment.group)
     known = all((segment.group, segment.format_id) in core.formats.layouts for segment in segments)
     format_ids = tuple(segment.format_id for segment in segments)
-    if not known or len(format_ids) != len(core.formats.default_ids):
-        # text and ids are intact; only their KV cannot be read, so it is computed again when it is needed
-        notices.append(f"pages of agent {ref} have unknown formats {format_ids}: its KV will be computed again")
+    stale = bool(segments) and stored.numerics != core.numerics
+    if not known or stale or len(format_ids) != len(core.formats.default_ids):
+        # text and ids are intact; only their KV cannot be used, so it is computed again when it is needed
+        why = f"numerics {stored.numerics}" if stale else f"unknown formats {', '.join(format_ids)}"
+        notices.append(f"pages of agent {ref} have {why}: its KV will be computed again")
         segments, format_ids = [], core.formats.default_ids
     space = core.open_space(ref, branch_id, format_ids)
     for segment in segments:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvd.front.api import CallContext
 
 PROTOCOL_VERSION = 1
+DRAIN_POLL_S = 0.02
+"""How often a call that drains looks whether the engine has."""
 
 
 class KvdService:
@@ -262,7 +264,8 @@ class KvdService:
         params.refuse_unknown()
         self._draining = True
         self._engine.drain()
-        await asyncio.get_running_loop().run_in_executor(None, self._engine.drained.wait)
+        while not self._engine.drained.is_set():  # no thread is parked for a caller who may have gone
+            await asyncio.sleep(DRAIN_POLL_S)
         return {"drained": True}
 
     async def _shutdown(self, params: Params, context: CallContext) -> object:

@@ -35,7 +35,7 @@ class KeyChain:
         domain: sharing domain; pages of other domains never match.
         fingerprint: digest of weights, tokenizer, template and quantisation.
         group: cache group.
-        numerics: numerics version and backend.
+        numerics: version of the arithmetic and of the codec.
         page_tokens: tokens of one page.
     """
 
@@ -156,7 +156,7 @@ def page_key(
         group: cache group.
         token_ids: all ids from position 0 to the page's last one, a whole number of pages.
         format_per_run: (format, tokens) runs that tile `token_ids`.
-        numerics: numerics version and backend.
+        numerics: version of the arithmetic and of the codec.
         page_tokens: tokens of one page.
 
     Raises:

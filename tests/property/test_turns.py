@@ -286,7 +286,7 @@ class TurnMachine(RuleBasedStateMachine):
             self.world.settle()
             self.world.save_unsaved()
         for agent in self.world.core.agents:
-            assert agent.unsaved is None, "a healthy disk takes what it refused before"
+            assert agent.unsaved is None, f"a healthy disk takes what it refused before: {agent.unsaved}"
             if agent.branch.saved:
                 self.durable[agent.ref.agent] = Snapshot.of(agent.branch)
             else:  # a lost page: RAM has less KV than the log speaks of, but the same text

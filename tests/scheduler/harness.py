@@ -41,7 +41,7 @@ from kvd.scheduler.memory import Memory
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest, TurnResult
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.sampling import SamplingParams
-from kvd.scheduler.store_door import StoreDoor
+from kvd.scheduler.store_door import StoreDoor, SwapQueue
 from kvd.scheduler.turn import TurnState, run_turn
 from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
@@ -282,6 +282,56 @@ class Outcome:
         return "".join(str(event["text"]) for event in self.events if event["type"] == "text")
 
 
+def make_core(
+    model: FakeModel,
+    codec: TextCodec,
+    swap: SwapQueue,
+    formats: FormatBook,
+    *,
+    budget_bytes: int,
+    chunk_tokens: int,
+    new_page_id: Callable[[], PageId],
+    clock: Callable[[], float],
+    log: Callable[..., None],
+) -> EngineCore:
+    """Put an engine core together as `kvd.assembly` does; agents are restored by the caller."""
+    spec = make_spec(codec.token_count)
+    door = StoreDoor(swap, log)
+    pager = Pager(
+        budget_bytes,
+        group_count=len(spec.groups),
+        new_page_id=new_page_id,
+        max_writes_in_flight=1,
+        max_loads_in_flight=2,
+    )
+    made: list[EngineCore] = []
+    memory = Memory(
+        pager=pager,
+        pool=FramePool(budget_bytes),
+        swap=door,
+        fingerprint=spec.fingerprint,
+        numerics=NUMERICS,
+        on_forget=lambda page: made[0].forget_page(page),  # noqa: PLW0108  the core is made after its hands
+        on_event=log,
+    )
+    door.connect(memory)
+    loaded = LoadedModel(model, codec, None, spec, SimpleNamespace(), "float32", 1)  # type: ignore[arg-type]
+    made.append(
+        EngineCore(
+            loaded=loaded,
+            pager=pager,
+            memory=memory,
+            store=door,
+            formats=formats,
+            backend=ReferenceBackend(),
+            chunk_tokens=chunk_tokens,
+            clock=clock,
+            log=log,
+        )
+    )
+    return made[0]
+
+
 def content(text: str | bytes) -> TypedText:
     """Text a client typed."""
     data = text.encode() if isinstance(text, str) else text
@@ -310,8 +360,7 @@ class World:
         vocab = codec.token_count
         self.model = FakeModel(vocab)
         self.spec = make_spec(vocab)
-        self.formats = make_formats(self.spec)
-        self.truth = Truth(FakeModel(vocab), self.spec, self.formats)
+        self.use_format("q4")
         self.quota_bytes = 1 << 40
         self.now_s = 0.0
         self.logged: list[tuple[str, dict[str, object]]] = []
@@ -331,6 +380,11 @@ class World:
         """What the store and recovery ask."""
         return self.formats.layouts.get((group, format_id))
 
+    def use_format(self, name: str) -> None:
+        """The only page format that the next start knows."""
+        self.formats = make_formats(self.spec, name)
+        self.truth = Truth(FakeModel(self.codec.token_count), self.spec, self.formats)
+
     def start(self) -> None:
         """Recover and build the engine, as `kvd.assembly` does."""
         self.folder = DataFolder(ROOT, self.fs)
@@ -345,37 +399,16 @@ class World:
             layouts=self.layout,
             recovered=self.report,
         )
-        budget_bytes = self.budget_pages * self.set_bytes // 2
         self.answers: deque[SwapResult] = deque()
         self.swap = InlineSwap(store, self.answers.append)
-        door = StoreDoor(self.swap, self.log)
-        pager = Pager(
-            budget_bytes,
-            group_count=len(self.spec.groups),
-            new_page_id=self._new_page_id,
-            max_writes_in_flight=1,
-            max_loads_in_flight=2,
-        )
-        pool = FramePool(budget_bytes)
-        memory = Memory(
-            pager=pager,
-            pool=pool,
-            swap=door,
-            fingerprint=fingerprint,
-            numerics=NUMERICS,
-            on_forget=lambda page: self.core.forget_page(page),  # noqa: PLW0108  the core is made after its hands
-            on_event=self.log,
-        )
-        door.connect(memory)
-        loaded = LoadedModel(self.model, self.codec, None, self.spec, SimpleNamespace(), "float32", 1)  # type: ignore[arg-type]
-        self.core = EngineCore(
-            loaded=loaded,
-            pager=pager,
-            memory=memory,
-            store=door,
-            formats=self.formats,
-            backend=ReferenceBackend(),
+        self.core = make_core(
+            self.model,
+            self.codec,
+            self.swap,
+            self.formats,
+            budget_bytes=self.budget_pages * self.set_bytes // 2,
             chunk_tokens=self.chunk_tokens,
+            new_page_id=self._new_page_id,
             clock=lambda: self.now_s,
             log=self.log,
         )

@@ -80,7 +80,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     ],
 )
 def test_restrictions_keep_the_most_likely(params: dict[str, float], allowed: set[int]) -> None:
-    """top_k counts, top_p takes the smallest set that reaches its mass, min_p is relative to the best; one always stays."""
+    """top_k counts, top_p takes the smallest set that reaches its mass, min_p compares with the best; one stays."""
     logits = logits_of(*np.log([0.50, 0.27, 0.15, 0.08]))
     assert set(drawn(SamplingParams(temperature=1.0, seed=7, **params), logits)) == allowed
 

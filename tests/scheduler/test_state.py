@@ -35,7 +35,7 @@ ACTIONS = st.lists(
 
 @given(max_queued=st.integers(1, 5), actions=ACTIONS)
 def test_every_request_is_answered_once_and_in_order(max_queued: int, actions: list[tuple[str, int]]) -> None:
-    """Each request ends once: finished, dropped, or refused; they start in the order they came; the queue is bounded."""
+    """Each request ends once: finished, dropped or refused; they start in the order they came; the queue is bounded."""
     scheduler = Scheduler(max_queued=max_queued)
     submitted = 0
     draining = False

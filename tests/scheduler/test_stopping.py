@@ -88,7 +88,7 @@ STOPS = st.lists(st.sampled_from(["ab", "ba", "aba", "é", "🙂", "a b", "\N{RE
 @given(pieces=PIECES, stop=STOPS.map(tuple))
 @example(pieces=[b"a", b"a", b"b"], stop=("ab",))
 def test_nothing_of_a_stop_string_surfaces(pieces: list[bytes], stop: tuple[str, ...]) -> None:
-    """What is given out is a prefix of the text, whole characters only, without any stop string, and as long as can be."""
+    """What is given out is a prefix of the text, whole characters, without any stop string, as long as can be."""
     given_text, watch, fed, codec = run(pieces, stop)
     whole = codec.text(fed).decode()
     assert whole.startswith(given_text)
