@@ -7,11 +7,11 @@ the thread that makes them).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
-from kvd.attention.select import ATTENTION_CHOICES, ShapeProbe, select_backend
+from kvd.attention.select import ATTENTION_CHOICES, select_backend
 from kvd.config import Settings
 from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
@@ -19,10 +19,11 @@ from kvd.ids import PageId
 from kvd.model import dispatch
 from kvd.model.forward import limit_buffer_cache, stated_scratch_bytes
 from kvd.model.loader import LoadedModel, load
+from kvd.model.probes import probes_for
 from kvd.model.registry import resolve
-from kvd.model.spec import ModelCacheSpec
+from kvd.model.spec import CacheGroup, ModelCacheSpec
 from kvd.ops.device import clamp_budget, clamp_quota, device_facts
-from kvd.quant.spec import PageLayout
+from kvd.quant.spec import PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
 from kvd.scheduler.core import NUMERICS, EngineCore
 from kvd.scheduler.memory import Memory
@@ -35,6 +36,9 @@ from kvd.store.recovery_report import RecoveryReport
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_thread import SwapThread
 from kvd.vm.pager import Pager
+
+MISSING_PAGES_NAMED = 10
+"""Missing pages that the log names; the others are counted."""
 
 
 class Assembly:
@@ -68,7 +72,6 @@ class Assembly:
         dispatch.install(loaded.model)
         formats = choose_formats(loaded, settings.kv_format, settings.data_dir / "conditioning")
         self._notices += formats.notices
-        backend = self._choose_backend(loaded.spec, formats)
         folder, fingerprint = self.folder, loaded.spec.fingerprint
 
         def layouts(group: int, format_id: str) -> PageLayout | None:
@@ -76,6 +79,7 @@ class Assembly:
 
         report = recover(folder, fingerprint, layouts, folder.fs)
         self._tell_recovery(report)
+        backend = self._choose_backend(loaded.spec, formats, report)
         budget_bytes, quota_bytes = self._clamp(loaded, report)
         swap = SwapThread(
             folder=folder,
@@ -128,14 +132,16 @@ class Assembly:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _choose_backend(self, spec: ModelCacheSpec, formats: FormatChoice) -> AttentionBackend:
+    def _choose_backend(
+        self, spec: ModelCacheSpec, formats: FormatChoice, report: RecoveryReport
+    ) -> AttentionBackend:
         """The recorded backend if it can run, else the first right one; a flag overrides and is recorded."""
         assert self.folder is not None
         recorded = read_record(self._settings.data_dir)
         wanted = self._settings.attention
         if wanted == "auto" and recorded.attention in ATTENTION_CHOICES:
             wanted = str(recorded.attention)
-        choice = select_backend(wanted, list(_probes(spec, formats)))
+        choice = select_backend(wanted, probes_for(spec, _formats_in_use(spec, formats, report)))
         self._notices += choice.notices
         launch = launcher.report()
         threads = launch.threads if launch is not None else 1
@@ -168,9 +174,11 @@ class Assembly:
         return budget.granted_bytes, quota.granted_bytes
 
     def _tell_recovery(self, report: RecoveryReport) -> None:
-        """Nothing is dropped silently: one line says what was found, one each for what was wrong."""
+        """Nothing is dropped silently: one line says what was found, one for each kind of thing that was wrong."""
+        is_wrong = bool(report.missing_pages or report.log_troubles)
         self._log(
             "recovered",
+            level="warning" if is_wrong else "info",
             agents=len(report.agents),
             pages=len(report.pages),
             missing_pages=len(report.missing_pages),
@@ -183,10 +191,13 @@ class Assembly:
             self._log(
                 "log_trouble", log=trouble.log, kind=trouble.kind, lost_bytes=trouble.lost_bytes, reason=trouble.reason
             )
-        for page, reason in report.missing_pages.items():
-            self._log("page_missing", page=page, reason=reason)
+        if report.missing_pages:
+            some = dict(list(report.missing_pages.items())[:MISSING_PAGES_NAMED])
+            self._log("pages_missing", pages=len(report.missing_pages), first=some)
         for fact in report.facts:
-            self._log("catalog", fact=fact)
+            # an empty data folder has no catalog yet
+            is_new = not (report.agents or report.pages or is_wrong)
+            self._log("catalog", level="info" if is_new else "warning", fact=fact)
 
     def _tell_facts(self, core: EngineCore, formats: FormatChoice, budget_bytes: int, quota_bytes: int) -> None:
         spec = core.spec
@@ -235,15 +246,15 @@ def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> tuple[int, int]
     return max(1, min(2, copies // 2)), max(1, min(4, copies // 2))
 
 
-def _probes(spec: ModelCacheSpec, formats: FormatChoice) -> Iterable[ShapeProbe]:
-    for group, format_id in zip(spec.groups, formats.book.default_ids, strict=True):
-        layout: PageLayout = formats.book.layouts[int(group.group_id), format_id]
-        layer = group.layer
-        yield ShapeProbe(
-            query_heads=spec.query_heads,
-            kv_heads=layer.kv_heads,
-            k_dim=layer.k_dim,
-            v_dim=layer.v_dim,
-            layer_format=layout.page_format.layers[0],
-            window=layer.window,
-        )
+def _formats_in_use(
+    spec: ModelCacheSpec, formats: FormatChoice, report: RecoveryReport
+) -> Iterator[tuple[CacheGroup, PageFormat]]:
+    """The formats of new agents and of all that were found on disk: each must be right on this device."""
+    found = {
+        (segment.group, segment.format_id)
+        for image in report.agents.values()
+        for branch in image.branches.values()
+        for segment in branch.segments
+    }
+    for number, format_id in sorted({*enumerate(formats.book.default_ids), *found} & set(formats.book.layouts)):
+        yield spec.groups[number], formats.book.layouts[number, format_id].page_format

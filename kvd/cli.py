@@ -27,6 +27,7 @@ from kvd.ops.logs import LEVELS
 from kvd.ops.sizes import format_size, parse_size
 from kvd.quant.spec import NAMED_FORMATS
 from kvd.record import follow_recorded_threads
+from kvd_client import KvdClientError
 from kvd_client.paths import default_data_dir, default_socket
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -209,9 +210,10 @@ def serve(
 @click.option("--model-dir", envvar="KVD_MODEL_DIR", type=click.Path(path_type=Path), help="Installed models.")
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object; progress goes to stderr.")
 def demo(model_name: str, model_dir: Path | None, as_json: bool) -> None:
-    """Three agents, a kill -9, and warm answers equal to an unbroken run. About three minutes; leaves nothing behind.
+    """Three agents, a kill -9, and warm answers equal to an unbroken run. About three minutes.
 
-    Uses a temporary data folder; a missing default model is pulled first. Exits 1 if a promise did not hold.
+    Uses a temporary data folder and leaves nothing behind but the model, which is pulled when it is missing. Exits 1
+    if a promise did not hold.
     """
     from rich.console import Console
 
@@ -220,13 +222,21 @@ def demo(model_name: str, model_dir: Path | None, as_json: bool) -> None:
 
     try:
         folder = ensure_model(model_name, models(model_dir))
-        report = run_demo(model=str(folder), options=(), console=Console(stderr=as_json, highlight=False))
+        report = run_demo(
+            model=str(folder), options=(), console=Console(stderr=as_json, highlight=False, soft_wrap=True)
+        )
+    except KvdClientError as error:
+        fail(EnvironmentFault(f"the demo's daemon refused: {error}"), as_json=as_json)
+        return
     except KvdError as error:
         fail(error, as_json=as_json)
         return
     if as_json:
         click.echo(json.dumps(report_facts(report)))
-    sys.exit(0 if report.held else 1)
+    if not report.held:
+        failed = [check.name for check in report.checks if not check.held]
+        click.echo(f"kvd: {len(failed)} of {len(report.checks)} promises did not hold: {'; '.join(failed)}", err=True)
+        sys.exit(1)
 
 
 @main.command()

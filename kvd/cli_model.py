@@ -210,5 +210,17 @@ def _finish(result: Installed, *, calibration: bool, as_json: bool) -> None:
         return
     state = "installed" if result.fresh else "is installed already"
     click.echo(f"{result.folder.name} {state}: {result.folder.path}")
-    for key, value in calibrated.items():
-        click.echo(f"{key}: {value}")
+    if calibrated:
+        click.echo(calibration_line(calibrated))
+
+
+def calibration_line(facts: Mapping[str, Any]) -> str:
+    """What a calibration found, as one sentence. `facts` are `Calibration.facts()`."""
+    chosen = facts["kv_format"]
+    others = ", ".join(
+        f"{name} {100 * (ratio - 1):+.1f} %" for name, ratio in facts["scores"].items() if name != chosen
+    )
+    return (
+        f"page format {chosen}: {facts['bytes_per_token']:.0f} bytes a token, perplexity "
+        f"{100 * (facts['ppl_ratio'] - 1):+.1f} % against full precision ({others or 'the first one tried'})"
+    )

@@ -157,8 +157,9 @@ class Daemon:
         """The one canonical line of a request."""
         request_line(self._log, line)
 
-    def _log_event(self, event: str, **facts: object) -> None:
-        self._log.warning(event, **facts)
+    def _log_event(self, event: str, *, level: str = "warning", **facts: object) -> None:
+        """What an operator may want to know; unless it says otherwise, something is wrong."""
+        (self._log.info if level == "info" else self._log.warning)(event, **facts)
 
 
 def serve(settings: Settings) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,6 +24,7 @@ from rich.table import Table
 from kvd.bench.harness import DaemonProcess, drop_page_cache, scratch_folder
 from kvd.bench.text import technical_english
 from kvd.errors import EnvironmentFault
+from kvd.ops.sizes import format_size
 from kvd_client import Client, GenerateResult
 
 ROLES = {
@@ -32,8 +34,9 @@ ROLES = {
 }
 FIRST_QUESTION = "Say in one sentence what these notes are about."
 NEXT_QUESTION = "Which part of the notes matters most for you? One sentence."
-NOTES_CHARACTERS = 8_200
-"""About 2,000 tokens of English."""
+PLAN = "Now write a long plan."
+NOTES_TOKENS = 1_900
+"""Notes of one agent; at most 45 % of a small model's context."""
 ANSWER_TOKENS = 24
 Messages = list[dict[str, str]]
 
@@ -96,14 +99,15 @@ def run_demo(*, model: str, options: Sequence[str], console: Console) -> DemoRep
             report.attention = str(facts["attention"])
             console.print(
                 f"daemon {daemon.pid} serves [bold]{report.model}[/]; pages are {report.kv_format}, "
-                f"{facts['token_bytes']} bytes a token, {facts['fp16_ratio']} of FP16"
+                f"{facts['token_bytes']} bytes a token ({100 * float(facts['fp16_ratio']):.0f} % of FP16)"
             )
-            talks = _cold(client, report, console)
+            notes = _notes(client, min(NOTES_TOKENS, int(facts["context_tokens"] * 0.45)))
+            talks = _cold(client, notes, report, console)
             unbroken = _unbroken(client, report, talks, console)
         _kill_and_restart(daemon, report, console)
         with daemon.client() as client:
-            _warm(client, report, talks, unbroken, console)
-            _killed_client(daemon, client, report, talks, console)
+            answers = _warm(client, report, talks, unbroken, console)
+            _killed_client(daemon, client, report, _next_turn(talks["planner"], answers["planner"].text, PLAN), console)
             _show_residency(client, console)
             report.checks.append(_integrity(client))
         code = daemon.terminate()
@@ -113,13 +117,19 @@ def run_demo(*, model: str, options: Sequence[str], console: Console) -> DemoRep
     return report
 
 
-def _cold(client: Client, report: DemoReport, console: Console) -> dict[str, Messages]:
-    talks: dict[str, Messages] = {}
+def _notes(client: Client, tokens: int) -> list[str]:
+    """A different piece of technical English for each agent, about `tokens` tokens long."""
     english = technical_english()
-    for number, (agent, role) in enumerate(ROLES.items()):
-        notes = english[number * NOTES_CHARACTERS * 3 :][:NOTES_CHARACTERS]
+    sample = english[: tokens * 4]
+    characters = len(sample) * tokens // len(client.tokenize(sample))
+    return [english[number * 30_000 :][:characters] for number in range(len(ROLES))]
+
+
+def _cold(client: Client, notes: Sequence[str], report: DemoReport, console: Console) -> dict[str, Messages]:
+    talks: dict[str, Messages] = {}
+    for (agent, role), text in zip(ROLES.items(), notes, strict=True):
         messages: Messages = [
-            {"role": "system", "content": f"{role}\n\n{notes}"},
+            {"role": "system", "content": f"{role}\n\n{text}"},
             {"role": "user", "content": FIRST_QUESTION},
         ]
         answer = client.chat(agent, messages, max_tokens=ANSWER_TOKENS)
@@ -160,9 +170,10 @@ def _warm(
     talks: Mapping[str, Messages],
     unbroken: Mapping[str, GenerateResult],
     console: Console,
-) -> None:
+) -> dict[str, GenerateResult]:
+    answers: dict[str, GenerateResult] = {}
     for row in report.rows:
-        answer = client.chat(row.agent, talks[row.agent], max_tokens=ANSWER_TOKENS)
+        answer = answers[row.agent] = client.chat(row.agent, talks[row.agent], max_tokens=ANSWER_TOKENS)
         row.warm_s, row.warm_cached_tokens = _ttft(answer), answer.cached_tokens
         console.print(f"[cyan]{row.agent}[/] warm, first token in {row.warm_s:.3f} s: {_short(answer)}")
         reused = f"{answer.cached_tokens} of {row.computed_tokens} computed tokens reused"
@@ -171,15 +182,15 @@ def _warm(
         )
         same = answer.text == unbroken[row.agent].text
         report.checks.append(Check(f"{row.agent} answers as the unbroken run", same, _short(unbroken[row.agent])))
+    return answers
 
 
 def _killed_client(
-    daemon: DaemonProcess, client: Client, report: DemoReport, talks: Mapping[str, Messages], console: Console
+    daemon: DaemonProcess, client: Client, report: DemoReport, messages: Messages, console: Console
 ) -> None:
     """Kill a `kvd-client` process while it streams; its agent keeps what was computed."""
     agent = "planner"
     before = client.agent_info(agent).computed_tokens
-    messages = [*talks[agent], {"role": "user", "content": "Now write a long plan."}]
     command = [sys.executable, "-m", "kvd_client.cli", "chat", agent, "--socket", str(daemon.socket)]
     conversation = daemon.data_dir.with_name("conversation.json")
     conversation.write_text(json.dumps(messages))
@@ -200,7 +211,9 @@ def _killed_client(
     answer = client.chat(agent, messages, max_tokens=8)
     # the same prompt again: all of it is there; one token is run again for its logits
     resumed = answer.cached_tokens == answer.prompt_tokens - 1
-    report.checks.append(Check("and resumes", resumed, f"{answer.cached_tokens} of {answer.prompt_tokens} reused"))
+    report.checks.append(
+        Check("and resumes from there", resumed, f"{answer.cached_tokens} of {answer.prompt_tokens} reused")
+    )
 
 
 def _wait(read: Callable[[], Any], until: Callable[[Any], bool], timeout_s: float = 30.0) -> Any:  # noqa: ANN401
@@ -218,7 +231,7 @@ def _integrity(client: Client) -> Check:
     lost = int(str(stats.server["load_failures"]))
     within = stats.peak_resident_bytes <= stats.budget_bytes
     return Check(
-        "no page lost, budget kept", lost == 0 and within, f"{lost} lost, peak {stats.peak_resident_bytes} bytes"
+        "no page lost, budget kept", lost == 0 and within, f"{lost} lost, peak {format_size(stats.peak_resident_bytes)}"
     )
 
 
@@ -251,7 +264,7 @@ STATE_MARKS = {
 def _show_residency(client: Client, console: Console) -> None:
     """One mark a page: in RAM, on its way, on disk only."""
     console.print("\nresidency, one mark a page of 256 tokens:")
-    console.print("█ RAM and disk  ▓ RAM, being written  ▒ loading  ░ disk  ▄ open page  · open page, on disk")
+    console.print("█ RAM and disk  ▓ RAM, being written  ▒ loading  ░ disk  ▄ open page  _ open page on disk")
     for agent in client.residency()["agents"]:
         for branch in agent["branches"]:
             marks = ""
@@ -260,12 +273,13 @@ def _show_residency(client: Client, console: Console) -> None:
                 if segment["tail"] is not None:
                     marks += STATE_MARKS.get(segment["tail"]["state"], "?")
             shared = any(page["shared_by"] > 1 for segment in branch["segments"] for page in segment["pages"])
-            console.print(f"  {agent['agent']:<20} {marks}{'  (shares pages)' if shared else ''}")
+            name = agent["agent"] if branch["current"] else f"{agent['agent']} (older branch)"
+            console.print(f"  {name:<26} {marks}{'  (shares pages)' if shared else ''}")
 
 
 def _show_table(report: DemoReport, console: Console) -> None:
-    table = Table(title="time to first token, client's clock; warm is after kill -9")
-    for column in ("agent", "tokens", "cold", "hot", "warm", "reused", "cold/hot", "cold/warm"):
+    table = Table(title="time to first token, client's clock; warm is after kill -9", box=box.SIMPLE)
+    for column in ("agent", "tokens", "cold", "hot", "warm", "cold/hot", "cold/warm"):
         table.add_column(column, justify="left" if column == "agent" else "right")
     for row in report.rows:
         table.add_row(
@@ -274,7 +288,6 @@ def _show_table(report: DemoReport, console: Console) -> None:
             f"{row.cold_s:.2f} s",
             f"{row.hot_s:.3f} s",
             f"{row.warm_s:.3f} s",
-            f"{row.warm_cached_tokens}/{row.computed_tokens}",
             f"{row.cold_s / row.hot_s:.0f}x",
             f"{row.cold_s / row.warm_s:.0f}x",
         )

@@ -1,8 +1,9 @@
 """Attention over quantised pages: one interface, several backends.
 
-- `interface`: segments, rows, results, the backend protocol, merging by log-sum-exp.
+- `interface`: segments, runs, open tails, rows, results, the backend protocol, merging by log-sum-exp.
 - `reference`: dequantise everything, softmax in float64: the oracle of every test.
-- `gather`: a tile of tokens out of the pool's pages, packed or dequantised.
+- `masks`: tiles of a segment, what queries see of each.
+- `gather`: a tile's tokens out of host pages and the open tail, packed or dequantised.
 - `mlx_backend`: walks the context in tiles with an online softmax.
 - `host_tiles`: a tile's arithmetic in numpy and BLAS, for CPU.
 - `device_tiles`: a tile's arithmetic in mlx operations, for GPUs.
@@ -13,7 +14,19 @@ May import mlx, numpy, kvd.errors, kvd.ids, kvd.quant and kvd.store.frame_pool; 
 """
 
 from kvd.attention.errors import BackendDisagrees, BackendUnavailable, UnsupportedMask
-from kvd.attention.interface import AttentionBackend, AttentionOutput, PageSource, Row, Segment, merge
+from kvd.attention.interface import (
+    AttentionBackend,
+    AttentionOutput,
+    HostPages,
+    PageSource,
+    Row,
+    Run,
+    Segment,
+    TailArrays,
+    TailSide,
+    host_pages,
+    merge,
+)
 from kvd.attention.mlx_backend import MlxBackend
 from kvd.attention.reference import ReferenceBackend
 from kvd.attention.select import BackendChoice, ShapeProbe, select_backend
@@ -24,13 +37,18 @@ __all__ = [
     "BackendChoice",
     "BackendDisagrees",
     "BackendUnavailable",
+    "HostPages",
     "MlxBackend",
     "PageSource",
     "ReferenceBackend",
     "Row",
+    "Run",
     "Segment",
     "ShapeProbe",
+    "TailArrays",
+    "TailSide",
     "UnsupportedMask",
+    "host_pages",
     "merge",
     "select_backend",
 ]

@@ -11,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from kvd.attention.gather import TileSpan, gather
-from kvd.attention.interface import PageSource, Segment
+from kvd.attention.gather import gather
+from kvd.attention.interface import HostPages, Segment
+from kvd.attention.masks import TileSpan
 from kvd.quant.codec import Encoded
 from kvd.quant.spec import LayerFormat, SideFormat
 
@@ -81,7 +82,7 @@ class DeviceState:
         self._kv_heads = kv_heads
         self._v_dim = v_dim
 
-    def load(self, pages: PageSource, segment: Segment, layer_index: int, span: TileSpan) -> None:
+    def load(self, pages: HostPages, segment: Segment, layer_index: int, span: TileSpan) -> None:
         """Bring a tile to the device; the following `fold` calls use it. Work on earlier tiles is evaluated first."""
         mx.eval(list(self._states.values()))
         keys = _Tile(gather(pages, segment, layer_index, "k", span.start, span.end), self._format.k)

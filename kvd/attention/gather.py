@@ -1,89 +1,80 @@
-"""Tiles: a run of a segment's tokens out of the pool's pages, packed or dequantised.
+"""Tokens of a segment out of host pages and its open tail, packed or dequantised.
 
-May import numpy, kvd.quant, kvd.attention.interface.
+May import mlx, numpy, kvd.quant, kvd.attention.interface.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from kvd.attention.interface import PageSource, Segment
+from kvd.attention.interface import HostPages, Segment, TailArray, TailSide
 from kvd.quant.codec import Encoded, F32Array, decode
 from kvd.quant.spec import PAGE_TOKENS, SideFormat
-from kvd.store.frame_pool import SideArrays
-
-
-@dataclass(frozen=True, slots=True)
-class TileSpan:
-    """Tokens [start, end) of a segment; `position` is the sequence position of `start`."""
-
-    start: int
-    end: int
-    position: int
-
-
-def tile_spans(segment: Segment, tile_tokens: int, first_visible: int, last_visible: int) -> Iterator[TileSpan]:
-    """Cut what queries can see of a segment into tiles that start on page borders.
-
-    Args:
-        segment: the run of tokens.
-        tile_tokens: tokens of a tile, a multiple of 256.
-        first_visible: lowest position any query sees (0 without a window).
-        last_visible: highest position any query sees.
-    """
-    stop = min(segment.tokens, last_visible + 1 - segment.positions_start)
-    first = max(0, first_visible - segment.positions_start) // PAGE_TOKENS * PAGE_TOKENS
-    for start in range(first, stop, tile_tokens):
-        yield TileSpan(start, min(start + tile_tokens, stop), segment.positions_start + start)
 
 
 def gather(
-    pages: PageSource, segment: Segment, layer_index: int, side: Literal["k", "v"], start: int, end: int
+    pages: HostPages, segment: Segment, layer_index: int, side: Literal["k", "v"], start: int, end: int
 ) -> Encoded:
     """Codes, scales and biases of tokens [start, end) as contiguous arrays [kv_heads, end - start, ...].
 
     Args:
         pages: the pool.
-        segment: the run of tokens; its block table covers `end`.
+        segment: the tokens; its block table and tail cover `end`.
         layer_index: index of the layer in the model.
         side: keys or values.
-        start: first token, anywhere in a page.
+        start: first token, anywhere in a page or the tail.
         end: one past the last token.
     """
-    slices: list[tuple[SideArrays, int, int]] = []
-    for page in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
-        layer = pages.layer(segment.block_table[page], layer_index)
-        arrays = layer.k if side == "k" else layer.v
-        low, high = max(start - page * PAGE_TOKENS, 0), min(end - page * PAGE_TOKENS, PAGE_TOKENS)
-        slices.append((arrays, low, high))
-    if len(slices) == 1:
-        arrays, low, high = slices[0]
-        return Encoded(
-            np.ascontiguousarray(arrays.codes[:, low:high]),
-            np.ascontiguousarray(arrays.scales[:, low:high]),
-            np.ascontiguousarray(arrays.biases[:, low:high]),
-        )
+    parts: list[Encoded] = []
+    paged_tokens = segment.paged_tokens
+    stop = min(end, paged_tokens)
+    if start < stop:
+        for page in range(start // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
+            layer = pages.layer(segment.block_table[page], layer_index)
+            arrays = layer.k if side == "k" else layer.v
+            low, high = max(start - page * PAGE_TOKENS, 0), min(stop - page * PAGE_TOKENS, PAGE_TOKENS)
+            parts.append(Encoded(arrays.codes[:, low:high], arrays.scales[:, low:high], arrays.biases[:, low:high]))
+    if segment.tail is not None and end > paged_tokens:
+        tail = segment.tail.k if side == "k" else segment.tail.v
+        parts.append(_tail_part(tail, max(start - paged_tokens, 0), end - paged_tokens))
+    if len(parts) == 1:
+        codes, scales, biases = parts[0]
+        return Encoded(np.ascontiguousarray(codes), np.ascontiguousarray(scales), np.ascontiguousarray(biases))
     return Encoded(
-        np.concatenate([a.codes[:, low:high] for a, low, high in slices], axis=1),
-        np.concatenate([a.scales[:, low:high] for a, low, high in slices], axis=1),
-        np.concatenate([a.biases[:, low:high] for a, low, high in slices], axis=1),
+        np.concatenate([part.codes for part in parts], axis=1),
+        np.concatenate([part.scales for part in parts], axis=1),
+        np.concatenate([part.biases for part in parts], axis=1),
     )
 
 
-def side_shape(pages: PageSource, segment: Segment, layer_index: int, side: Literal["k", "v"]) -> tuple[int, int]:
-    """(KV heads, head width) of one side of a segment that has at least one page."""
-    layer = pages.layer(segment.block_table[0], layer_index)
-    arrays, side_format = (layer.k, segment.layer_format.k) if side == "k" else (layer.v, segment.layer_format.v)
-    heads, _, words = arrays.codes.shape
+def _tail_part(tail: TailSide, low: int, high: int) -> Encoded:
+    """Tokens [low, high) of an open tail, as views where it is in host memory."""
+    return Encoded(_host(tail.codes)[:, low:high], _host(tail.scales)[:, low:high], _host(tail.biases)[:, low:high])
+
+
+def _host(array: TailArray) -> npt.NDArray[Any]:
+    """A numpy view of an array; an mlx array is evaluated."""
+    return np.array(array, copy=False) if isinstance(array, mx.array) else array
+
+
+def side_shape(pages: HostPages, segment: Segment, layer_index: int, side: Literal["k", "v"]) -> tuple[int, int]:
+    """(KV heads, head width) of one side of a segment that has at least one token."""
+    side_format = segment.layer_format.k if side == "k" else segment.layer_format.v
+    if segment.block_table:
+        layer = pages.layer(segment.block_table[0], layer_index)
+        heads, _, words = (layer.k if side == "k" else layer.v).codes.shape
+    else:
+        assert segment.tail is not None
+        heads, _, words = (segment.tail.k if side == "k" else segment.tail.v).codes.shape
     return heads, words * 32 // side_format.bits
 
 
 def dequantised(
-    pages: PageSource,
+    pages: HostPages,
     segment: Segment,
     layer_index: int,
     side: Literal["k", "v"],

@@ -1,46 +1,117 @@
 """What every attention backend is asked and what it answers. The signature is fixed.
 
-Theory of operation. A *segment* is a run of tokens in pages of one format. A *row* is one sequence of the batch: its
+Theory of operation. A *segment* is a stream of tokens in pages of one format. A *row* is one sequence of the batch: its
 segments and where its queries start. Block tables and lengths are per row, so nothing is padded or copied between
 requests. Keys are cached after RoPE, so the order of keys does not matter; the mask does: key position p is visible to
-query position t when p <= t and, under a window, t - p < window. Each result carries its log-sum-exp, so partial
-results over different segments (or formats, or devices) merge exactly.
+query position t when p <= t and, under a window, t - p < window. Positions are those of the segment's `runs`: where a
+sequence is split into a high and a low precision segment, the tokens of one segment do not follow each other, those of
+the running chunk included. Each result carries its log-sum-exp, so partial results over different segments (or formats,
+or devices) merge exactly.
 
-May import mlx, numpy, kvd.ids, kvd.quant, kvd.store.frame_pool.
+How pages are stored is between a pool and the backends that read it: `PageSource` says only what a frame holds, and
+each backend narrows it (on CPU to `HostPages`). A segment's open tail may lie in arrays of its own (`TailArrays`),
+since some pools cannot append to a page in place.
+
+May import mlx, numpy, kvd.errors, kvd.ids, kvd.quant, kvd.store.frame_pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
+import numpy.typing as npt
 
+from kvd.errors import InternalError
 from kvd.ids import FrameId
 from kvd.quant.conditioning import LayerConditioning
-from kvd.quant.spec import LayerFormat
+from kvd.quant.spec import LayerFormat, PageLayout
 from kvd.store.frame_pool import LayerArrays
+
+TailArray = npt.NDArray[Any] | mx.array
+"""An array of the open tail, where its pool keeps it."""
+
+
+class Run(NamedTuple):
+    """Tokens of a segment that follow each other in the sequence.
+
+    Attributes:
+        start: position in the sequence of the first.
+        tokens: how many.
+    """
+
+    start: int
+    tokens: int
+
+
+class TailSide(NamedTuple):
+    """Keys or values of an open tail; tokens beyond those of `TailArrays` mean nothing.
+
+    Attributes:
+        codes: uint32 [kv_heads, capacity, words].
+        scales: uint16 [kv_heads, capacity, groups], bf16 bits.
+        biases: as `scales`.
+    """
+
+    codes: TailArray
+    scales: TailArray
+    biases: TailArray
+
+
+class TailArrays(NamedTuple):
+    """The open tail of one layer of a segment in arrays of its own, outside the pool.
+
+    Attributes:
+        k: keys.
+        v: values.
+        tokens: tokens that are valid.
+    """
+
+    k: TailSide
+    v: TailSide
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens in pages of one format, as one layer sees it.
+    """A stream of tokens in pages of one format, as one layer sees it.
 
     Attributes:
-        block_table: frames of its pages in order; the last may be partly filled. At least ceil(tokens / 256).
-        tokens: tokens to attend over.
+        block_table: frames of its pages in order, the last may be partly filled; at least ceil(paged_tokens / 256).
+        runs: positions of its tokens, in order, ascending; one run for a uniform segment (it starts at a multiple of
+            256 where older pages of a sliding group are not mapped, else at 0).
         layer_format: how K and V of this layer are quantised.
         conditioning: operators of the layer's key conditioning; None for raw keys.
-        positions_start: position in the sequence of the segment's first token (a multiple of 256 for a sliding group
-            whose older pages are not mapped, else 0).
+        tail: its last tokens, when they are not in a frame of the block table.
     """
 
     block_table: tuple[FrameId, ...]
-    tokens: int
+    runs: tuple[Run, ...]
     layer_format: LayerFormat
     conditioning: LayerConditioning | None = None
-    positions_start: int = 0
+    tail: TailArrays | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InternalError when runs overlap or descend, or the tail has more tokens than they have."""
+        end = 0
+        for run in self.runs:
+            if run.start < end or run.tokens < 0:
+                raise InternalError(f"runs of a segment must ascend: {self.runs}")
+            end = run.start + run.tokens
+        if self.paged_tokens < 0:
+            raise InternalError(f"the open tail has more tokens than the segment's {self.tokens}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to attend over, the open tail included."""
+        return sum(run.tokens for run in self.runs)
+
+    @property
+    def paged_tokens(self) -> int:
+        """Tokens in frames of the block table; those after them are in `tail`."""
+        return self.tokens - (0 if self.tail is None else self.tail.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +141,29 @@ class AttentionOutput(NamedTuple):
 
 
 class PageSource(Protocol):
-    """Where backends find a layer's arrays; `FramePool` on CPU."""
+    """Handle of a pool. What a frame's memory is, only the pool and the backends that can read it know."""
+
+    def layout(self, frame: FrameId) -> PageLayout:
+        """Layout of the page in a frame."""
+
+
+@runtime_checkable
+class HostPages(PageSource, Protocol):
+    """A pool in host memory (`FramePool`): its arrays are numpy views."""
 
     def layer(self, frame: FrameId, layer_index: int) -> LayerArrays:
         """Arrays of one layer in one frame."""
+
+
+def host_pages(pages: PageSource) -> HostPages:
+    """Narrow a pool's handle to one in host memory.
+
+    Raises:
+        InternalError: the pool is not in host memory; a backend was given pages it cannot read.
+    """
+    if not isinstance(pages, HostPages):
+        raise InternalError(f"pages of {type(pages).__name__} are not in host memory")
+    return pages
 
 
 class AttentionBackend(Protocol):
@@ -97,7 +187,7 @@ class AttentionBackend(Protocol):
         """Attention of `queries` over each row's segments.
 
         Args:
-            pages: the pool.
+            pages: the pool, of a kind this backend can read.
             queries: mx [B, heads, L, k_dim], after RoPE; head h uses KV head h // (heads / kv_heads).
             layer_index: index of the layer in the model.
             rows: one per batch row.
@@ -106,7 +196,10 @@ class AttentionBackend(Protocol):
             sinks: mx [heads], scores of a virtual key without value that joins each softmax; None for none.
 
         Returns:
-            Output and log-sum-exp, evaluated: nothing of the pool is read after the call returns.
+            Output and log-sum-exp, evaluated: nothing of the pool or a tail is read after the call returns.
+
+        Raises:
+            InternalError: the backend cannot read this kind of pool.
         """
 
 

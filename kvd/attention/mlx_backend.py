@@ -25,13 +25,21 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from kvd.attention.device_tiles import DeviceState
-from kvd.attention.gather import side_shape, tile_spans
+from kvd.attention.gather import side_shape
 from kvd.attention.host_tiles import HostState, Scratch
-from kvd.attention.interface import AttentionOutput, PageSource, Row, Segment, merge, with_sinks
+from kvd.attention.interface import (
+    AttentionOutput,
+    HostPages,
+    PageSource,
+    Row,
+    Segment,
+    host_pages,
+    merge,
+    with_sinks,
+)
+from kvd.attention.masks import hidden, tile_spans, visible_range
 from kvd.quant.spec import PAGE_TOKENS
 
 Strategy = Literal["host", "device"]
@@ -73,11 +81,12 @@ class MlxBackend:
         sinks: mx.array | None = None,
     ) -> AttentionOutput:
         """See `AttentionBackend.attend`."""
+        host = host_pages(pages)
         results: list[AttentionOutput] = []
         for index, row in enumerate(rows):
             one = queries if len(rows) == 1 else queries[index : index + 1]
             parts = [
-                self._attend_segment(pages, one, layer_index, row, segment, scale, window)
+                self._attend_segment(host, one, layer_index, row, segment, scale, window)
                 for segment in row.segments
                 if segment.tokens
             ]
@@ -91,7 +100,7 @@ class MlxBackend:
 
     def _attend_segment(
         self,
-        pages: PageSource,
+        pages: HostPages,
         queries: mx.array,
         layer_index: int,
         row: Row,
@@ -120,45 +129,12 @@ class MlxBackend:
             for block in range(-(-length // block_queries)):
                 start = row.query_start + block * block_queries
                 count = min(block_queries, length - block * block_queries)
-                low, high, masked = visible_range(start, count, span.position, span.end - span.start, window)
+                low, high, masked = visible_range(span, start, count, window)
                 if low < high:
-                    mask = hidden(start, count, span.position + low, high - low, window) if masked else None
+                    mask = hidden(span, low, high, start, count, window) if masked else None
                     state.fold(block, low, high, mask)
         out, lse = state.finish(queries.dtype)
         if segment.conditioning is not None:
             # Lazy: nobody pays for it unless results are merged, sinks exist or the caller reads lse.
             lse = lse + scale * segment.conditioning.centre_term(queries)
         return AttentionOutput(out, lse)
-
-
-def visible_range(
-    query_start: int, queries: int, tile_start: int, tile_tokens: int, window: int | None
-) -> tuple[int, int, bool]:
-    """Which tokens of a tile a block of queries sees.
-
-    Args:
-        query_start: position of the block's first query.
-        queries: queries of the block.
-        tile_start: position of the tile's first token.
-        tile_tokens: tokens of the tile.
-        window: tokens a query sees, itself included; None for all.
-
-    Returns:
-        (low, high, masked): tokens [low, high) of the tile are seen by some query; `masked` when not by every one.
-    """
-    query_last = query_start + queries - 1
-    high = min(tile_tokens, query_last + 1 - tile_start)
-    low = 0 if window is None else max(0, query_start - window + 1 - tile_start)
-    masked = tile_start + high - 1 > query_start
-    if window is not None:
-        masked = masked or tile_start + low < query_last - window + 1
-    return low, high, masked
-
-
-def hidden(query_start: int, queries: int, key_start: int, keys: int, window: int | None) -> npt.NDArray[np.bool_]:
-    """True where a key is not visible: bool [queries, keys]; positions of the first query and key."""
-    ages = np.arange(query_start, query_start + queries)[:, None] - np.arange(key_start, key_start + keys)[None]
-    unseen: npt.NDArray[np.bool_] = ages < 0
-    if window is not None:
-        unseen |= ages >= window
-    return unseen

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.attention.gather import dequantised
-from kvd.attention.interface import AttentionOutput, PageSource, Row, Segment
+from kvd.attention.interface import AttentionOutput, HostPages, PageSource, Row, Segment, host_pages
 
 F64Array = npt.NDArray[np.float64]
 
@@ -37,9 +37,10 @@ class ReferenceBackend:
         sinks: mx.array | None = None,
     ) -> AttentionOutput:
         """See `AttentionBackend.attend`."""
+        host = host_pages(pages)
         q = np.array(queries.astype(mx.float32)).astype(np.float64)
         sink = None if sinks is None else np.array(sinks.astype(mx.float32)).astype(np.float64)
-        parts = [_attend_row(pages, q[index], layer_index, row, scale, window, sink) for index, row in enumerate(rows)]
+        parts = [_attend_row(host, q[index], layer_index, row, scale, window, sink) for index, row in enumerate(rows)]
         out = mx.array(np.stack([part[0] for part in parts]).astype(np.float32)).astype(queries.dtype)
         lse = mx.array(np.stack([part[1] for part in parts]).astype(np.float32))
         mx.eval(out, lse)
@@ -47,7 +48,7 @@ class ReferenceBackend:
 
 
 def _attend_row(
-    pages: PageSource,
+    pages: HostPages,
     q: F64Array,
     layer_index: int,
     row: Row,
@@ -56,11 +57,12 @@ def _attend_row(
     sink: F64Array | None,
 ) -> tuple[F64Array, F64Array]:
     """One row: q [heads, L, k_dim] to out [heads, L, v_dim] and lse [heads, L]."""
-    keys = np.concatenate([raw_keys(pages, segment, layer_index) for segment in row.segments], axis=1)
+    segments = [segment for segment in row.segments if segment.tokens]
+    keys = np.concatenate([raw_keys(pages, segment, layer_index) for segment in segments], axis=1)
     values = np.concatenate(
-        [dequantised(pages, segment, layer_index, "v", 0, segment.tokens) for segment in row.segments], axis=1
+        [dequantised(pages, segment, layer_index, "v", 0, segment.tokens) for segment in segments], axis=1
     ).astype(np.float64)
-    positions = np.concatenate([s.positions_start + np.arange(s.tokens) for s in row.segments])
+    positions = np.concatenate([np.arange(run.start, run.start + run.tokens) for s in segments for run in s.runs])
     heads, length, _ = q.shape
     repeats = heads // keys.shape[0]
     scores = scale * (q @ np.repeat(keys, repeats, axis=0).swapaxes(-1, -2))
@@ -82,7 +84,7 @@ def _attend_row(
     return out, lse
 
 
-def raw_keys(pages: PageSource, segment: Segment, layer_index: int) -> F64Array:
+def raw_keys(pages: HostPages, segment: Segment, layer_index: int) -> F64Array:
     """Keys of a segment as the model made them, up to quantisation: float64 [kv_heads, tokens, k_dim]."""
     keys = dequantised(pages, segment, layer_index, "k", 0, segment.tokens).astype(np.float64)
     if segment.conditioning is None:

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.attention.errors import BackendDisagrees, BackendUnavailable
-from kvd.attention.interface import AttentionBackend, Row, Segment
+from kvd.attention.gather import gather
+from kvd.attention.interface import AttentionBackend, Row, Run, Segment, TailArrays, TailSide
 from kvd.attention.mlx_backend import MlxBackend
 from kvd.attention.reference import ReferenceBackend
 from kvd.ids import FrameId
@@ -35,7 +36,7 @@ _TOLERANCE: Final = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class ShapeProbe:
-    """Geometry the self-test tries: one cache group in one format.
+    """Geometry the self-test tries: one cache group in one layer format; `kvd.model.probes` lists those in use.
 
     Attributes:
         query_heads: attention heads.
@@ -106,7 +107,10 @@ def select_backend(
 
 
 def self_test(backend: AttentionBackend, probe: ShapeProbe) -> None:
-    """Compare a backend with the reference on random pages: one query, a short step and a chunk across a page border.
+    """Compare a backend with the reference on random pages.
+
+    One query, a short step and a chunk across a page border; then the short step once more with the open tail in arrays
+    of its own and with positions in two runs, both inside the chunk.
 
     Raises:
         BackendDisagrees: an output or log-sum-exp differs.
@@ -116,21 +120,49 @@ def self_test(backend: AttentionBackend, probe: ShapeProbe) -> None:
     tokens = 2 * PAGE_TOKENS + 44
     rng = np.random.default_rng(7)
     pool, segment = _random_segment(probe, tokens, rng)
-    oracle = ReferenceBackend()
     for queries in (1, 16, 48):
-        q = mx.array(rng.standard_normal((1, probe.query_heads, queries, probe.k_dim), dtype=np.float32))
-        row = Row((segment,), tokens - queries)
-        results = [
-            one.attend(pool, q, layer_index=0, rows=(row,), scale=probe.k_dim**-0.5, window=probe.window)
-            for one in (backend, oracle)
-        ]
-        for what, mine, right in (("output", results[0].out, results[1].out), ("lse", results[0].lse, results[1].lse)):
-            difference = float(mx.abs(mine - right).max())
-            if not difference <= _TOLERANCE:  # also catches NaN
-                raise BackendDisagrees(
-                    f"{what} for {queries} queries differs from the reference by {difference:.3g}",
-                    difference=difference,
-                )
+        _compare(backend, probe, pool, Row((segment,), tokens - queries), queries, rng)
+    # Tokens 9 to 11 of the last 16 positions belong to another segment.
+    runs = (Run(0, tokens - 8), Run(tokens - 5, 8))
+    _compare(backend, probe, pool, Row((_with_tail(pool, segment, runs),), tokens - 13), 16, rng)
+
+
+def _compare(
+    backend: AttentionBackend, probe: ShapeProbe, pool: FramePool, row: Row, queries: int, rng: np.random.Generator
+) -> None:
+    """Raise BackendDisagrees unless backend and reference agree on random queries of one row."""
+    q = mx.array(rng.standard_normal((1, probe.query_heads, queries, probe.k_dim), dtype=np.float32))
+    mine, right = (
+        one.attend(pool, q, layer_index=0, rows=(row,), scale=probe.k_dim**-0.5, window=probe.window)
+        for one in (backend, ReferenceBackend())
+    )
+    for what, left, other in (("output", mine.out, right.out), ("lse", mine.lse, right.lse)):
+        difference = float(mx.abs(left - other).max())
+        if not difference <= _TOLERANCE:  # also catches NaN
+            raise BackendDisagrees(
+                f"{what} for {queries} queries ({_words(probe)}) differs from the reference by {difference:.3g}",
+                difference=difference,
+            )
+
+
+def _words(probe: ShapeProbe) -> str:
+    """What a probe is, for a message."""
+    keys, values = probe.layer_format.k, probe.layer_format.v
+    conditioned = "conditioned " if keys.conditioning is not None else ""
+    return f"{conditioned}{keys.bits}-bit keys of {probe.k_dim}, {values.bits}-bit values of {probe.v_dim}"
+
+
+def _with_tail(pool: FramePool, segment: Segment, runs: tuple[Run, ...]) -> Segment:
+    """The same tokens at the positions of `runs`; those after the last whole page come from arrays outside the pool."""
+    paged_tokens = segment.tokens // PAGE_TOKENS * PAGE_TOKENS
+    k, v = (TailSide(*gather(pool, segment, 0, side, paged_tokens, segment.tokens)) for side in ("k", "v"))
+    return Segment(
+        block_table=segment.block_table[: paged_tokens // PAGE_TOKENS],
+        runs=runs,
+        layer_format=segment.layer_format,
+        conditioning=segment.conditioning,
+        tail=TailArrays(k, v, segment.tokens - paged_tokens),
+    )
 
 
 def _random_segment(probe: ShapeProbe, tokens: int, rng: np.random.Generator) -> tuple[FramePool, Segment]:
@@ -160,4 +192,4 @@ def _random_segment(probe: ShapeProbe, tokens: int, rng: np.random.Generator) ->
         shape = (1, probe.kv_heads, probe.k_dim)
         centre = rng.standard_normal(shape, dtype=np.float32)
         conditioning = Conditioning(centre, np.exp(rng.standard_normal(shape, dtype=np.float32) / 4)).layers[0]
-    return pool, Segment(table, tokens, probe.layer_format, conditioning)
+    return pool, Segment(table, (Run(0, tokens),), probe.layer_format, conditioning)

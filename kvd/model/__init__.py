@@ -10,10 +10,11 @@
 - `fingerprint`: the digest that keys every cached page.
 - `loader`: the only door to mlx_lm.
 - `cache`, `dispatch`, `forward`: the cache object and the attention hook that models meet, and the step that runs them.
+- `probes`: the shapes that an attention backend is tested with at start.
 - `errors`: the package's errors.
 
-May import kvd.ids, kvd.errors, kvd.quant.spec and kvd.vm.text; mlx only inside `loader`, `pull`, `cache`, `forward` and
-`dispatch`. This file imports nothing heavy: `kvd.model.spec` is used by packages without mlx.
+May import kvd.ids, kvd.errors, kvd.quant.spec and kvd.vm.text; mlx only inside `loader`, `pull`, `cache`, `forward`,
+`dispatch` and `probes`. This file imports nothing heavy: `kvd.model.spec` is used by packages without mlx.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
-from kvd.attention import AttentionBackend, Row, Segment, UnsupportedMask
+from kvd.attention import AttentionBackend, Row, Run, Segment, UnsupportedMask
 from kvd.errors import InternalError, InvalidParams
 from kvd.ids import FrameId
 from kvd.model.errors import UnsupportedModel
@@ -165,14 +165,8 @@ class KvLayerCache:
         if not own and not self._sequence.made_mask(mask):
             raise UnsupportedMask(f"layer {self.layer_index} got a mask that its cache did not make")
         table, first_page = self._sequence.mapped(self._group.group_id)
-        positions_start = first_page * PAGE_TOKENS
-        segment = Segment(
-            block_table=table,
-            tokens=self.offset - positions_start,
-            layer_format=self._format,
-            conditioning=self._conditioning,
-            positions_start=positions_start,
-        )
+        start = first_page * PAGE_TOKENS
+        segment = Segment(table, (Run(start, self.offset - start),), self._format, self._conditioning)
         result = self._sequence.backend.attend(
             self._sequence.pool,
             queries,

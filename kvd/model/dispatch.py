@@ -47,14 +47,6 @@ def install(model: Any) -> tuple[str, ...]:  # noqa: ANN401  the mlx-lm door
     return tuple(sorted(module.__name__ for module in modules))
 
 
-def uninstall(model: Any) -> None:  # noqa: ANN401
-    """Put the original back wherever `install` replaced it for this model; does nothing where it did not."""
-    for module in attention_modules(model):
-        original = getattr(getattr(module, _FUNCTION), _ORIGINAL, None)
-        if original is not None:
-            setattr(module, _FUNCTION, original)
-
-
 @contextlib.contextmanager
 def dispatching(model: Any) -> Iterator[None]:  # noqa: ANN401
     """The dispatcher is installed inside the block; afterwards everything is as it was before."""

@@ -62,9 +62,7 @@ class Forward:
     ) -> npt.NDArray[np.float32] | None:
         hidden = self._model.model(mx.array([list(ids)], dtype=mx.int32), cache=sequence.layer_caches)
         if not wants_logits:
-            # KV of the last layer is written while the graph is evaluated; nothing else is needed
-            mx.eval(hidden)
-            return None
+            return None  # each layer's KV was written when the model handed it over; the rest is never evaluated
         last = hidden[:, -1:]
         if getattr(self._model.args, "tie_word_embeddings", False):
             out = self._model.model.embed_tokens.as_linear(last)

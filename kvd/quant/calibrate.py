@@ -105,7 +105,7 @@ def calibrate_model(
     scores: list[FormatScore] = []
     with dispatching(loaded.model):
         conditioning = measure_conditioning(loaded, windows[:CALIBRATION_WINDOWS], reporter)
-        reporter.stage("perplexity without quantisation", len(scored))
+        reporter.stage("calibrating, once: perplexity in full precision", len(scored))
         baseline = [window_loss(loaded.model, ids, plain_caches(loaded.spec), reporter) for ids in scored]
         for name in candidates:
             score = _score(loaded, name, conditioning, scored, baseline, reporter)
@@ -131,7 +131,7 @@ def measure_conditioning(
     loaded: Loaded, windows: Sequence[Sequence[int]], reporter: Reporter
 ) -> tuple[Conditioning, ...]:
     """Conditioning constants of each cache group from the key ranges over `windows` (lists of token ids)."""
-    reporter.stage("range of key channels", len(windows))
+    reporter.stage("calibrating, once: range of key channels", len(windows))
     low: dict[int, Any] = {}
     high: dict[int, Any] = {}
     for ids in windows:
@@ -163,7 +163,7 @@ def _score(
 
     A format that is far off after some windows is not scored on the rest.
     """
-    reporter.stage(f"perplexity of {name}", len(windows))
+    reporter.stage(f"calibrating, once: perplexity with {name}", len(windows))
     losses: list[float] = []
     encoded_bytes, tokens = 0, 0
     for ids in windows:

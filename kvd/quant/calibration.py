@@ -46,7 +46,7 @@ class FormatScore:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibration found. `dict(calibration)` gives plain facts for printing.
+    """What calibration found.
 
     Attributes:
         fingerprint: of the model.
@@ -67,13 +67,6 @@ class Calibration:
     scores: tuple[FormatScore, ...]
     conditioning: tuple[Conditioning, ...]
     elapsed_s: float
-
-    def keys(self) -> tuple[str, ...]:
-        """Names of the facts."""
-        return tuple(self.facts())
-
-    def __getitem__(self, name: str) -> object:
-        return self.facts()[name]
 
     def facts(self) -> dict[str, object]:
         """Plain data: the chosen format, its bytes per token, every score."""

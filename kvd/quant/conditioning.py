@@ -16,9 +16,11 @@ May import mlx, numpy, safetensors, kvd.quant.errors, kvd.errors.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +35,8 @@ from kvd.errors import InvalidParams
 from kvd.quant.errors import ConditioningDamaged
 
 F32Array = npt.NDArray[np.float32]
+WriteFile = Callable[[Path, bytes], None]
+"""Puts a whole file under a path, or raises OSError and leaves what was there."""
 
 _DIGEST_BYTES: Final = 6
 _MAGIC: Final = b"kvd-conditioning-1"
@@ -155,14 +159,28 @@ def conditioning_path(folder: Path, digest: str) -> Path:
     return folder / f"{digest}.safetensors"
 
 
-def save_conditioning(constants: Conditioning, folder: Path) -> Path:
-    """Write the constants, durably, unless their file is there already.
+def write_private_file(path: Path, data: bytes) -> None:
+    """Put a whole file (0600, its folder 0700) in place of an older one.
 
-    After a failure there is either no file of that name or a whole one.
+    For folders that need not survive a loss of power: macOS may still hold the data in the drive's cache.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def save_conditioning(constants: Conditioning, folder: Path, write: WriteFile = write_private_file) -> Path:
+    """Write the constants unless a good file of them is there; a damaged one is replaced.
 
     Args:
         constants: what to keep.
-        folder: `<data>/conditioning`; created with mode 0700.
+        folder: `<data>/conditioning`.
+        write: puts a whole file under a path. Pages depend on these constants, so a data folder needs one whose files
+            survive a loss of power (`kvd.store.write_small_file` on the folder's disk).
 
     Returns:
         The file's path.
@@ -170,25 +188,15 @@ def save_conditioning(constants: Conditioning, folder: Path) -> Path:
     Raises:
         OSError: the disk refused.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = conditioning_path(folder, constants.digest)
-    if path.exists():
+    with contextlib.suppress(ConditioningDamaged):
+        load_conditioning(path)
         return path
     # No metadata: a damaged byte there would go unnoticed, since the digest covers the tensors only.
     payload = safetensors.numpy.save(
         {"centre": np.ascontiguousarray(constants.centre), "scale": np.ascontiguousarray(constants.scale)}
     )
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write(path, payload)
     return path
 
 

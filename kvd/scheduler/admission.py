@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvd.errors import BudgetExceeded
 from kvd.ids import PageId
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent, Branch
 
 if TYPE_CHECKING:
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: int) -> None:
-    """Refuse to run a branch of `tokens` tokens that can never be resident, whatever is evicted.
+    """Refuse what can never be resident, whatever is evicted: `tokens` tokens that begin as the branch does.
 
     Raises:
         BudgetExceeded: with the figures; nothing changed.
     """
-    need = core.pager.working_set_bytes(branch.space, max(0, tokens - branch.computed))
-    mine = dict(_pages(core, branch))
+    need = -(-tokens // PAGE_TOKENS) * sum(core.page_bytes(branch.space))
+    mine = dict(_pages(core, branch, tokens))
     pinned = sum(page_bytes for page, page_bytes in _pinned_pages(core, agent).items() if page not in mine)
     usable = core.pager.usable_bytes
     if need + pinned > usable:
@@ -63,10 +64,11 @@ def _pinned_pages(core: EngineCore, besides: Agent) -> dict[PageId, int]:
     return dict(page for agent in pinned for page in _pages(core, agent.branch))
 
 
-def _pages(core: EngineCore, branch: Branch) -> Iterator[tuple[PageId, int]]:
-    """Pages of a branch, tails included, and the bytes of each."""
+def _pages(core: EngineCore, branch: Branch, tokens: int | None = None) -> Iterator[tuple[PageId, int]]:
+    """Pages that hold the first `tokens` tokens of a branch (None: all), tails included, and the bytes of each."""
+    last = None if tokens is None else -(-tokens // PAGE_TOKENS)
     for segment, page_bytes in zip(core.pager.segments(branch.space), core.page_bytes(branch.space), strict=True):
-        for page in segment.pages:
+        for page in segment.pages[:last]:
             yield page.ref.page_id, page_bytes
-        if segment.tail is not None:
+        if segment.tail is not None and (last is None or last > len(segment.pages)):
             yield segment.tail.page_id, page_bytes

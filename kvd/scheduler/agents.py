@@ -18,7 +18,10 @@ from kvd.ids import SpaceId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.requests import AgentRef
 from kvd.store.records import AgentRecord, PageEntry, PositionRun, RecordKind, SegmentDelta
-from kvd.vm.text import Span, SpanKind, TypedText
+from kvd.vm.text import Span, SpanKind, TypedText, cut_spans, merge_spans
+
+NOT_WRITTEN = "not written yet"
+"""Why a change is not durable that nobody has tried to write so far."""
 
 MAX_BRANCHES = 4
 """Branches an agent keeps beside its current one; the least recently used is let go of first."""
@@ -78,6 +81,7 @@ class Branch:
         baseline: what of it the log holds.
         last_used: the registry's tick at its last use.
         logged: the log knows the branch (as it is, or as it was).
+        doubtful: the store knows no durable copy of a page that is not in RAM: it must be read to see what is true.
     """
 
     branch_id: int
@@ -91,6 +95,7 @@ class Branch:
     baseline: Baseline = field(default_factory=Baseline)
     last_used: int = 0
     logged: bool = False
+    doubtful: bool = False
 
     @property
     def behind(self) -> bool:
@@ -105,6 +110,16 @@ class Branch:
             base.parent is None
             and base.tokens == base.logged_tokens == len(self.tokens)
             and base.pages * PAGE_TOKENS + base.tail == base.logged_computed == self.computed
+        )
+
+    @property
+    def durable(self) -> bool:
+        """True when nothing of the branch is lost with the process; the log may say more (KV that turned out lost)."""
+        base = self.baseline
+        return (
+            base.parent is None
+            and base.tokens == base.logged_tokens == len(self.tokens)
+            and base.pages * PAGE_TOKENS + base.tail == self.computed
         )
 
     @property
@@ -131,11 +146,7 @@ class Branch:
             raise ValueError(
                 f"tokens of {sum(token_bytes)} and spans of {spans_bytes} bytes for a text of {len(typed.data)}"
             )
-        for span in typed.spans:
-            if self.spans and self.spans[-1].kind == span.kind:
-                self.spans[-1] = Span(span.kind, self.spans[-1].text_bytes + span.text_bytes)
-            elif span.text_bytes:
-                self.spans.append(span)
+        self.spans[-1:] = merge_spans([*self.spans[-1:], *typed.spans])
         self.text += typed.data
         self.tokens.extend(ids)
         self.token_bytes.extend(token_bytes)
@@ -162,17 +173,6 @@ class Branch:
         return tokens
 
 
-def cut_spans(spans: Sequence[Span], text_bytes: int) -> list[Span]:
-    """The spans that tile the first `text_bytes` bytes."""
-    kept: list[Span] = []
-    for span in spans:
-        if text_bytes <= 0:
-            break
-        kept.append(Span(span.kind, min(span.text_bytes, text_bytes)))
-        text_bytes -= span.text_bytes
-    return kept
-
-
 def rest_of(typed: TypedText, start: int) -> TypedText:
     """`typed` without its first `start` bytes."""
     spans: list[Span] = []
@@ -195,9 +195,10 @@ class Agent:
         current: branch the last turn used.
         next_branch: id the next new branch gets.
         seq: number of the last record that is (or may be) in the log.
-        unsaved: why the newest state is not durable; None when it is.
+        refused: why the last record was not written, or that one has to be; None when there is none to write.
         last_save: tick of the last try to save what a disk refused.
         dropped_branches: branches let go of that the log still holds.
+        dropped_bytes: bytes of pages that only they mapped; their files stay while the log names them.
         compaction_due: so much of the log is dead that rewriting it pays.
         pinned: the user pinned the agent: its current branch is held in RAM.
         logged: the agent has a log on disk.
@@ -209,9 +210,10 @@ class Agent:
     current: int = 0
     next_branch: int = 1
     seq: int = 0
-    unsaved: str | None = None
+    refused: str | None = None
     last_save: int = 0
     dropped_branches: list[int] = field(default_factory=list)
+    dropped_bytes: int = 0
     compaction_due: bool = False
     pinned: bool = False
     created_s: float = 0.0
@@ -221,6 +223,13 @@ class Agent:
     def branch(self) -> Branch:
         """The current branch."""
         return self.branches[self.current]
+
+    @property
+    def unsaved(self) -> str | None:
+        """Why the newest state is not durable; None when every branch and the agent's own facts are."""
+        if self.refused is not None:
+            return self.refused
+        return None if all(branch.durable for branch in self.branches.values()) else NOT_WRITTEN
 
     def surplus_branches(self) -> list[Branch]:
         """The branches to let go of when there are too many, least recently used first.
@@ -340,6 +349,7 @@ def log_is_gone(agent: Agent) -> None:
     """The agent's log does not exist (any more): its next records stand alone."""
     agent.logged = False
     agent.dropped_branches.clear()
+    agent.dropped_bytes = 0
     for branch in agent.branches.values():
         branch.logged = False
         branch.baseline = Baseline()

@@ -3,7 +3,10 @@
 Theory of operation. A commit waits for the branch's page writes, appends one record and waits for its fsync. What the
 disk refuses stays in RAM and is part of the next record; nothing durable before it is touched. Three refusals have a
 remedy, each tried once: the log vanished (a new one is begun), the record does not follow from the log (our bug: a
-record that says everything does), pages lost their files (resident ones are written again).
+record that says everything does), pages lost their files (resident ones are written again, a branch with others is
+`doubtful` until it has been read).
+
+Compaction of a log is no part of a commit: it runs when nothing else does and enough is dead to pay for it.
 
 A forgotten page is deleted once no log names it. The store knows which ones do: it refuses, and the page is offered
 again after the next change of a log.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +26,7 @@ from kvd.errors import KvdError
 from kvd.ids import PageId
 from kvd.scheduler.admission import refuse_over_budget
 from kvd.scheduler.agents import (
+    NOT_WRITTEN,
     Agent,
     Baseline,
     Branch,
@@ -33,55 +38,89 @@ from kvd.scheduler.agents import (
 )
 from kvd.scheduler.generation import compute_tokens
 from kvd.scheduler.store_door import RecordAnswer
-from kvd.scheduler.waiting import Stop, Wait, Waiting, fault_in
+from kvd.scheduler.waiting import Stop, Wait, Waiting, fault_in, never, until_written
 from kvd.store.agent_image import AgentImage
 from kvd.store.errors import LogVanished, PageNotDurable, PageReferenced, RecordInvalid
 from kvd.store.records import AgentRecord, PageEntry, RecordKind
 from kvd.store.swap_ops import SwapResult
-from kvd.vm.events import Activated, Deactivated, TurnCommitted
+from kvd.vm.events import Activated, CopiesLost, Deactivated, LogLost, TurnCommitted
 from kvd.vm.page import PageState
 from kvd.vm.views import SegmentView
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
 
-Committing = Generator[Wait, None, tuple[bool, str | None]]
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What became of a commit.
+
+    Attributes:
+        reason: why the disk refused; None when the branch is durable.
+        written_bytes: bytes of the record, and of pages that it is the first to name.
+    """
+
+    reason: str | None
+    written_bytes: int = 0
+
+    @property
+    def durable(self) -> bool:
+        """Whether the branch is on disk."""
+        return self.reason is None
+
+
+Committing = Generator[Wait, None, Committed]
 
 
 def commit(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) -> Committing:
     """Make a branch durable and current; other branches that the log lacks go first, where that needs no work.
 
     Returns:
-        (True, None), or (False, reason) when the disk refused: the change then lives in RAM and is part of the next
-        record; nothing durable before it is touched.
+        What became of it. What the disk refused lives in RAM and is part of the next record; nothing durable before it
+        is touched. `agent.unsaved` speaks of all branches.
     """
-    for other in list(agent.branches.values()):
-        if other is not branch and not (other.saved or other.behind) and _tails_at_hand(core, other):
+    for other in unsaved_others(agent, branch):
+        if is_recordable(core, other):
             yield from _append(core, agent, other, "turn")
-    durable, reason = yield from _append(core, agent, branch, kind)
-    agent.unsaved = reason
-    if not durable:
+    done = yield from _append(core, agent, branch, kind)
+    failed_before = agent.refused not in (None, NOT_WRITTEN)
+    agent.refused = done.reason
+    if not done.durable:
         core.stats.turns_not_durable += 1
-        core.log("turn_not_durable", agent=str(agent.ref), reason=reason)
-        return False, reason
-    yield from _compact(core, agent)
+        if not failed_before:
+            core.log("turn_not_durable", agent=str(agent.ref), reason=done.reason)
+        return done
+    if failed_before:
+        core.log("turn_saved", level="info", agent=str(agent.ref))
     sweep(core)
-    return True, None
+    return done
+
+
+def unsaved_others(agent: Agent, branch: Branch) -> list[Branch]:
+    """The agent's branches beside `branch` that would be lost with the process."""
+    return [other for other in agent.branches.values() if other is not branch and not other.durable]
+
+
+def is_recordable(core: EngineCore, branch: Branch) -> bool:
+    """Whether a record can say what the branch is without any page being read or computed."""
+    lost = core.pager.lost_at(branch.space) is not None
+    return not (branch.behind or branch.doubtful or lost) and _tails_at_hand(core, branch)
 
 
 def make_recordable(core: EngineCore, agent: Agent, branch: Branch, stop: Stop) -> Waiting:
-    """Compute KV that was lost and read tails that are only on disk, so that a record can say what the branch is.
+    """Read what is only on disk or in doubt and compute what is lost, so that a record can say what the branch is.
 
     Raises:
         BudgetExceeded: the branch does not fit the budget.
         Cancelled, Busy: as `until_ready`.
     """
-    if not branch.behind and _tails_at_hand(core, branch):
+    if is_recordable(core, branch):
         return
     refuse_over_budget(core, agent, branch, len(branch.tokens))
     core.memory.apply(Activated(branch.space))
     try:
         yield from fault_in(core, branch, stop)
+        branch.doubtful = False
         if branch.behind:
             yield from compute_tokens(core, branch, stop)
     finally:
@@ -125,37 +164,49 @@ def _page_answer(core: EngineCore, page: PageId, result: SwapResult) -> None:
 
 
 def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) -> Committing:
-    failures = core.memory.statistics.write_failures
-    yield lambda: core.pages_durable(branch.space) or core.memory.statistics.write_failures > failures
-    if not core.pages_durable(branch.space):
-        return False, f"page write failed: {core.memory.statistics.last_write_failure}"
     tried: set[type[KvdError]] = set()
-    while _tails_at_hand(core, branch):
-        result = yield from _answer_to(lambda take: core.store.append_record(_record(core, agent, branch, kind), take))
+    while True:
+        yield from until_written(core, [branch.space], never)
+        if not core.pages_durable(branch.space):
+            return Committed(f"page write failed: {core.memory.statistics.last_write_failure}")
+        if not _tails_at_hand(core, branch):
+            return Committed("the end of its KV is on disk only and must be read before it can be written anew")
+        record = _record(core, agent, branch, kind)
+        result = yield from _answer_to(partial(core.store.append_record, record))
         error = result.error
         if error is None and result.image is not None:
             _committed(core, agent, branch, result.image)
-            return True, None
-        if error is None or type(error) in tried or not (yield from _remedy(core, agent, branch, error)):
-            return False, error.message if error is not None else "the record was not applied"
+            return Committed(None, result.written_bytes + _page_bytes(core, branch, record))
+        if error is None or type(error) in tried or not _remedy(core, agent, branch, error):
+            return Committed(error.message if error is not None else "the record was not applied")
         tried.add(type(error))
-    return False, "the end of its KV is on disk only and must be read before it can be written anew"
 
 
-def _remedy(core: EngineCore, agent: Agent, branch: Branch, error: KvdError) -> Generator[Wait, None, bool]:
+def _page_bytes(core: EngineCore, branch: Branch, record: AgentRecord) -> int:
+    """Bytes of the pages that a record is the first to name."""
+    sizes = core.page_bytes(branch.space)
+    return sum(len(segment.new_pages) * sizes[segment.group] for segment in record.segments)
+
+
+def _remedy(core: EngineCore, agent: Agent, branch: Branch, error: KvdError) -> bool:
     """Do what makes another try worth while; False when nothing does."""
     match error:
         case LogVanished():
             # somebody deleted the log under us; what RAM holds goes into a new one, as records that stand alone
             core.log("log_rebuilt", agent=str(agent.ref), reason=error.message)
             log_is_gone(agent)
+            for each in agent.branches.values():
+                core.memory.apply(LogLost(each.space))
         case RecordInvalid():
             core.log("record_invalid", agent=str(agent.ref), branch=branch.branch_id, reason=error.message)
             branch.baseline = Baseline()
         case PageNotDurable():
             core.log("pages_vanished", agent=str(agent.ref), pages=len(error.page_ids))
-            core.memory.write_again(branch.space, error.page_ids)
-            yield lambda: not core.memory.rewriting
+            core.memory.apply(CopiesLost(tuple(PageId(page) for page in error.page_ids)))
+            # one that is not in RAM may have a good file all the same, or be lost: reading it tells
+            pages = [page for segment in core.pager.segments(branch.space) for page in segment.pages]
+            branch.doubtful = any(page.frame is None and page.ref.page_id in error.page_ids for page in pages)
+            return not branch.doubtful
         case _:
             return False
     return True
@@ -214,21 +265,23 @@ def _committed(core: EngineCore, agent: Agent, branch: Branch, image: AgentImage
     core.memory.apply(TurnCommitted(branch.space))
     core.stats.records_written += 1
     core.sweep_due = True
-    # a page's worth of dead bytes makes a rewrite of the log pay
-    page_bytes = sum(layout.payload_bytes for layout in core.memory.layouts(branch.space))
-    agent.compaction_due = image.compaction_due(page_bytes)
+    # a rewrite pays when it frees a page's worth, and as much as it writes (so wear stays bounded, P26); the log's dead
+    # bytes count, and the page files that only branches let go of keep on disk
+    dead_bytes = image.dead_bytes_without(frozenset(agent.branches))
+    freed_bytes = dead_bytes + agent.dropped_bytes
+    agent.compaction_due = freed_bytes >= max(sum(core.page_bytes(branch.space)), image.log_bytes - dead_bytes)
 
 
-def _compact(core: EngineCore, agent: Agent) -> Waiting:
+def compact(core: EngineCore, agent: Agent) -> Waiting:
     """Rewrite the log without what no branch needs and without branches that were let go of."""
-    if not (agent.dropped_branches or agent.compaction_due):
-        return
+    agent.compaction_due = False  # after a failure the next commit finds out again
     result = yield from _answer_to(lambda take: core.store.compact_log(agent.ref, frozenset(agent.branches), take))
     if result.image is not None and result.error is None:
         agent.seq = result.image.seq
-        agent.compaction_due = False
         agent.dropped_branches.clear()
+        agent.dropped_bytes = 0
         core.sweep_due = True
+        sweep(core)
     elif result.error is not None:
-        # the long log is as good as the short one; the next commit tries again
+        # the long log is as good as the short one
         core.log("log_not_compacted", agent=str(agent.ref), reason=result.error.message)

@@ -17,15 +17,13 @@ from kvd.model.forward import Forward
 from kvd.model.loader import LoadedModel
 from kvd.quant.codec import CODEC_VERSION
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
-from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent, cut_spans
+from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent
 from kvd.scheduler.memory import Memory, SpaceFacts
 from kvd.scheduler.registry import AgentRegistry
 from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.store_door import StoreDoor
-from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, fault_in
+from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, hold_cut, release_cut
 from kvd.vm.events import (
-    Activated,
-    Deactivated,
     Forked,
     Pinned,
     RolledBack,
@@ -35,7 +33,7 @@ from kvd.vm.events import (
 )
 from kvd.vm.keys import KeyChain
 from kvd.vm.pager import Pager
-from kvd.vm.text import TypedText
+from kvd.vm.text import TypedText, cut_spans
 
 if TYPE_CHECKING:
     from kvd.attention.interface import AttentionBackend
@@ -75,7 +73,7 @@ class EngineStatistics:
     tokens_computed: int = 0
     tokens_reused: int = 0
     tokens_replayed: int = 0
-    turns: int = 0
+    requests: int = 0
     turns_not_durable: int = 0
     records_written: int = 0
 
@@ -179,11 +177,17 @@ class EngineCore:
         branch.last_used = self.agents.tick()
 
     def close_branch(self, agent: Agent, branch: Branch) -> None:
-        """Let go of a branch: its pages are unmapped; the next compaction takes it out of the log."""
+        """Let go of a branch: its pages are unmapped; a compaction takes it out of the log once that pays."""
         del agent.branches[branch.branch_id]
         if branch.logged:
             agent.dropped_branches.append(branch.branch_id)
+            agent.dropped_bytes += self._own_bytes(branch)
         self._release(branch.space)
+
+    def _own_bytes(self, branch: Branch) -> int:
+        """Bytes of sealed pages that no other space maps."""
+        segments = zip(self.pager.segments(branch.space), self.page_bytes(branch.space), strict=True)
+        return sum(page_bytes for segment, page_bytes in segments for page in segment.pages if page.shared_spaces == 1)
 
     def close_surplus(self, agent: Agent) -> None:
         """Let go of the least recently used branches beyond `MAX_BRANCHES`."""
@@ -195,6 +199,7 @@ class EngineCore:
         self.agents.remove(agent)
         for branch in agent.branches.values():
             self._release(branch.space)
+        agent.branches.clear()
 
     def _release(self, space: SpaceId) -> None:
         self.memory.apply(SpaceClosed(space))
@@ -274,7 +279,7 @@ class EngineCore:
         self._chains.pop(branch.space, None)
 
     def cut_branch(self, branch: Branch, tokens: int, stop: Stop) -> Waiting:
-        """Cut text, ids and KV to the first `tokens` ids. A page that is cut must be resident.
+        """Cut text, ids and KV to the first `tokens` ids. A page that is cut must be resident (see `hold_cut`).
 
         Raises:
             Cancelled, NoRoomForCopy: nothing changed.
@@ -322,18 +327,17 @@ class EngineCore:
     def _fork_space(
         self, source: Branch, ref: AgentRef, branch_id: int, tokens: int, stop: Stop
     ) -> Generator[Wait, None, tuple[SpaceId, list[str]]]:
+        # nothing of the source need be in RAM but the page that is cut
+        notes = yield from hold_cut(self, source, tokens, stop)
         space = self.open_space(ref, branch_id, source.format_ids)
-        self.memory.apply(Activated(source.space))
         try:
-            notes = yield from fault_in(self, source, stop)
-            # what was lost is known now: the child gets what KV there is
             yield from apply_when_room(self, Forked(source.space, space, min(tokens, source.computed)), stop)
         except BaseException:
             self.memory.remove_space(space)
             del self._owners[space]
             raise
         finally:
-            self.memory.apply(Deactivated(source.space))
+            release_cut(self, source)
         return space, notes
 
     @staticmethod
@@ -355,11 +359,6 @@ class EngineCore:
     def resident_bytes(self, agent: Agent) -> int:
         """Bytes of frames that hold pages of the agent (a shared page counts for each that maps it)."""
         return sum(self.pager.residency(branch.space).resident_bytes for branch in agent.branches.values())
-
-    def has_evictable(self, space: SpaceId) -> bool:
-        """Whether an eviction that was asked for is still under way (pinned and active spaces stay)."""
-        now = self.pager.residency(space)
-        return now.dirty_pages > 0 and not (now.active or now.pinned)
 
     def pages_durable(self, space: SpaceId) -> bool:
         """Whether every sealed page of the space is in swap."""

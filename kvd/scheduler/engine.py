@@ -2,11 +2,13 @@
 
 Theory of operation. The loop takes messages (requests, cancellations, calls, answers of the swap thread), hands them
 to the pure `Scheduler`, and advances the running turn by one resumption when it can go on; with nothing to do it
-sleeps in the inbox. A long prefill chunk is the longest time it does not look.
+sleeps in the inbox. A long prefill chunk is the longest time it does not look. Evictions and hints run beside the
+running request, so that they can make room or fetch pages while another agent decodes.
 
 Faults. What a request does wrong, our bugs included, ends that request. What a client's callbacks do wrong is logged.
-Anything else (an answer of the store that makes no sense, books that do not balance) ends the engine: everybody who
-waits is answered, `on_ready` hears of it, and the daemon exits with the reason; what is durable is durable.
+Anything else (an answer of the store that makes no sense, books that do not balance, an instruction of the pager that
+was lost half way, in whosever request) ends the engine: everybody who waits is answered, `on_ready` hears of it, and
+the daemon exits with the reason; what is durable is durable.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TypeGuard
 
 from kvd.errors import Busy, Cancelled, Draining, InternalError, KvdError
 from kvd.ids import RequestId
@@ -24,8 +27,10 @@ from kvd.ops.logs import RequestLine
 from kvd.scheduler.agents import Agent
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import EngineCore
+from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.jobs import run_job
-from kvd.scheduler.requests import JobRequest, Reply, TurnRequest, TurnResult
+from kvd.scheduler.messages import Call, Cancel, Drain, HeldRequest, Message, Stop, StoreAnswer, Submit, guarded
+from kvd.scheduler.requests import JobRequest, Reply, TurnRequest
 from kvd.scheduler.state import (
     CancelWanted,
     DrainWanted,
@@ -41,65 +46,15 @@ from kvd.scheduler.state import (
     TellQueued,
 )
 from kvd.scheduler.turn import TurnState, run_turn
-from kvd.scheduler.waiting import Wait
+from kvd.scheduler.upkeep import Upkeep
 from kvd.store.swap_ops import SwapResult
-from kvd.vm.events import Tick
+from kvd.vm.events import PrefetchHinted, Tick
 
 TICK_S = 1.0
-"""How often failed writes are tried again, and at least how far apart unsaved turns are."""
+"""How often failed writes are tried again at most, and how far apart tries for unsaved turns are at least."""
 
-MAX_SAVE_WAIT_S = 30.0
-"""How far apart tries for unsaved turns get while the disk goes on refusing."""
-
-
-@dataclass(slots=True)
-class _Request:
-    request: TurnRequest | JobRequest
-    reply: Reply
-    submitted_s: float
-    state: TurnState | None = None
-    stop_reason: str = "cancelled by the client"
-    stopping: bool = False
-
-    def stop(self) -> str | None:
-        """Why a control operation is to end early; None while it may go on."""
-        return self.stop_reason if self.stopping else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    request: TurnRequest | JobRequest
-    reply: Reply
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request: RequestId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    function: Callable[[EngineCore], object]
-    future: Future[object]
-
-
-@dataclass(frozen=True, slots=True)
-class _StoreAnswer:
-    result: SwapResult
-
-
-@dataclass(frozen=True, slots=True)
-class _Drain:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-Message = _Submit | _Cancel | _Call | _StoreAnswer | _Drain | _Stop
+BESIDE = ("evict", "prefetch")
+"""Operations that compute nothing and write no log: they run beside a request of another agent."""
 
 
 class Engine:
@@ -127,19 +82,17 @@ class Engine:
         self._build = build
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._scheduler = Scheduler(max_queued=max_queued)
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[RequestId, HeldRequest] = {}
         self._on_ready = on_ready
         self._on_request_done = on_request_done
         self._check = check
-        self._work: Generator[Wait, None, object] | None = None
-        self._wait: Wait = None
-        self._wait_error: Exception | None = None
+        self._running: HeldRequest | None = None
+        self._beside: list[HeldRequest] = []
         self._core: EngineCore | None = None
+        self._upkeep: Upkeep | None = None
         self._stopping = False
         self._draining = False
         self._last_tick_s = 0.0
-        self._next_save_s = 0.0
-        self._save_wait_s = 0.0
         self._next_request = 0
         self._id_lock = threading.Lock()
         self.drained = threading.Event()
@@ -160,21 +113,21 @@ class Engine:
 
     def submit(self, request: TurnRequest | JobRequest, reply: Reply) -> None:
         """Queue a request. `reply` is called exactly once, on the engine thread."""
-        self._inbox.put(_Submit(request, reply))
+        self._inbox.put(Submit(request, reply))
 
     def cancel(self, request: RequestId, reason: str = "cancelled by the client") -> None:
         """Cancel one request at its next step boundary; unknown ids are ignored (it may just have ended)."""
-        self._inbox.put(_Cancel(request, reason))
+        self._inbox.put(Cancel(request, reason))
 
     def call(self, function: Callable[[EngineCore], object]) -> Future[object]:
         """Run a short function on the engine thread between two steps."""
         future: Future[object] = Future()
-        self._inbox.put(_Call(function, future))
+        self._inbox.put(Call(function, future))
         return future
 
     def drain(self) -> None:
         """Take no new requests; `drained` is set when the last one ended."""
-        self._inbox.put(_Drain())
+        self._inbox.put(Drain())
 
     def cancel_all(self, reason: str) -> None:
         """Cancel everything queued and running (end of the drain's grace)."""
@@ -183,7 +136,7 @@ class Engine:
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread; True when it ended in time."""
-        self._inbox.put(_Stop())
+        self._inbox.put(Stop())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -196,7 +149,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._core = self._build(lambda result: self._inbox.put(_StoreAnswer(result)))
+            self._core = self._build(lambda result: self._inbox.put(StoreAnswer(result)))
+            self._upkeep = Upkeep(self._core, time.monotonic, TICK_S)
         except BaseException as error:  # the daemon must hear of it and exit with the reason
             self.drained.set()
             self._on_ready(error)
@@ -212,11 +166,11 @@ class Engine:
 
     def _turn_over(self) -> None:
         """Once round the loop."""
-        can_go_on = self._can_go_on()
-        self._take_messages(block=not can_go_on)
+        ready = self._ready()
+        self._take_messages(block=not ready)
         self._tick()
-        if can_go_on:
-            self._go_on()
+        for held in ready:
+            self._go_on(held)
         self.last_progress_s = time.monotonic()
 
     def _die(self, cause: BaseException) -> None:
@@ -237,11 +191,13 @@ class Engine:
     def _end(self, error: KvdError) -> None:
         """Answer everybody who waits; what was computed and not committed is lost with the process."""
         assert self._core is not None
-        work, self._work = self._work, None
-        if work is not None:
+        self._running, self._beside = None, []
+        for held in tuple(self._requests.values()):
+            if held.work is None:
+                continue
             try:
-                work.close()
-            except Exception as caught:  # nothing is left that it could harm
+                held.work.close()
+            except (Exception, EngineBroken) as caught:  # nothing is left that it could harm
                 self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
         for request_id in tuple(self._requests):
             self._answer(request_id, None, error)
@@ -254,24 +210,20 @@ class Engine:
 
     def _turn_away(self, message: Message, error: KvdError) -> None:
         match message:
-            case _Submit(request, reply):
-                self._reply(_Request(request, reply, 0.0), None, error)
-            case _Call(_, future):
+            case Submit(request, reply):
+                self._reply(HeldRequest(request, reply, 0.0), None, error)
+            case Call(_, future):
                 if future.set_running_or_notify_cancel():
                     future.set_exception(error)
-            case _Stop():
+            case Stop():
                 self._stopping = True
-            case _Drain():
+            case Drain():
                 self.drained.set()
 
-    def _can_go_on(self) -> bool:
-        if self._work is None:
-            return False
-        try:
-            return self._wait is None or self._wait()
-        except Exception as error:  # belongs to the request that waits
-            self._wait_error = error
-            return True
+    def _ready(self) -> list[HeldRequest]:
+        """The requests that can go on."""
+        started = [*self._beside, *([self._running] if self._running is not None else [])]
+        return [held for held in started if held.can_go_on()]
 
     def _take_messages(self, *, block: bool) -> None:
         try:
@@ -285,33 +237,53 @@ class Engine:
     def _take(self, message: Message) -> None:
         assert self._core is not None
         match message:
-            case _Submit(request, reply):
+            case Submit(request, reply):
                 if isinstance(request, TurnRequest):
-                    request = replace(request, emit=self._guarded(request.emit))
-                self._requests[request.request_id] = _Request(request, reply, self._core.clock())
-                self._schedule(Submitted(request.request_id))
-            case _Cancel(request_id, reason):
-                held = self._requests.get(request_id)
-                if held is not None:
-                    held.stop_reason = reason
+                    request = replace(request, emit=guarded(request.emit, self._callback_failed))
+                held = HeldRequest(request, reply, self._core.clock())
+                self._requests[request.request_id] = held
+                if self._can_run_beside(request):
+                    held.work = run_job(self._core, request, held.stop)
+                    self._beside.append(held)
+                else:
+                    self._schedule(Submitted(request.request_id))
+            case Cancel(request_id, reason):
+                found = self._requests.get(request_id)
+                if found is not None:
+                    found.stop_reason = reason
+                    if found in self._beside:
+                        found.end_early()
                 self._schedule(CancelWanted(request_id))
-            case _Call(function, future):
+            case Call(function, future):
                 if future.set_running_or_notify_cancel():
                     try:
                         future.set_result(function(self._core))
                     except BaseException as error:  # belongs to the caller
                         future.set_exception(error)
-            case _StoreAnswer(result):
+                        if isinstance(error, EngineBroken):
+                            raise
+            case StoreAnswer(result):
                 self._core.store.on_result(result)
-            case _Drain():
-                for agent in [] if self._draining else self._unsaved():
-                    self._submit_save(agent)  # the last chance for what the disk refused
+            case Drain():
+                assert self._upkeep is not None
+                for agent in [] if self._draining else self._upkeep.unsaved():
+                    self._submit_own(agent, "save")  # the last chance for what the disk refused
                 self._draining = True
                 self._schedule(DrainWanted())
-            case _Stop():
+            case Stop():
                 self._stopping = True
-        if self._draining and self._scheduler.is_idle:
+        self._look_drained()
+
+    def _look_drained(self) -> None:
+        if self._draining and self._scheduler.is_idle and not self._beside:
             self.drained.set()
+
+    def _can_run_beside(self, request: TurnRequest | JobRequest) -> TypeGuard[JobRequest]:
+        """Whether an operation can start at once: nothing of its agent runs or waits, and others do."""
+        if not isinstance(request, JobRequest) or request.operation not in BESIDE or self._draining:
+            return False
+        ahead = [number for number in (self._scheduler.running, *self._scheduler.queued) if number is not None]
+        return bool(ahead) and all(self._requests[number].request.ref != request.ref for number in ahead)
 
     def _schedule(self, event: SchedulerEvent) -> None:
         for instruction in self._scheduler.handle(event):
@@ -322,11 +294,9 @@ class Engine:
                     held = self._requests[request_id]
                     if isinstance(held.request, TurnRequest):
                         held.request.emit({"type": "queued", "position": position})
+                        self._hint(held.request)
                 case StopRunning(request_id):
-                    held = self._requests[request_id]
-                    held.stopping = True
-                    if held.state is not None:
-                        held.state.cancelled, held.state.cancel_reason = True, held.stop_reason
+                    self._requests[request_id].end_early()
                 case DropQueued(request_id):
                     self._answer(request_id, None, Cancelled("cancelled while queued; nothing was computed"))
                 case RefuseBusy(request_id, queued):
@@ -335,26 +305,30 @@ class Engine:
                 case RefuseDraining(request_id):
                     self._answer(request_id, None, Draining("the daemon is draining and takes no new requests"))
 
-    def _start(self, held: _Request) -> None:
+    def _start(self, held: HeldRequest) -> None:
         assert self._core is not None
         if isinstance(held.request, TurnRequest):
             held.state = TurnState(held.request, held.submitted_s)
             held.state.times.queued_s = self._core.clock() - held.submitted_s
-            self._work = run_turn(self._core, held.state)
+            held.work = run_turn(self._core, held.state)
         else:
-            self._work = run_job(self._core, held.request, held.stop)
-        self._wait = None
+            held.work = run_job(self._core, held.request, held.stop)
+        self._running = held
 
-    def _go_on(self) -> None:
-        assert self._work is not None
+    def _hint(self, request: TurnRequest) -> None:
+        """A turn waits: its agent's pages can come in meanwhile."""
         assert self._core is not None
-        running = self._scheduler.running
-        assert running is not None
+        agent = self._core.agents.find(request.ref)
+        if agent is not None:
+            self._core.memory.apply(PrefetchHinted(agent.branch.space))
+
+    def _go_on(self, held: HeldRequest) -> None:
+        """Resume a request once."""
+        assert self._core is not None
         result: object = None
         error: KvdError | None = None
-        fault, self._wait_error = self._wait_error, None
         try:
-            self._wait = next(self._work) if fault is None else self._work.throw(fault)
+            held.resume()
             return
         except StopIteration as stop:
             result = stop.value
@@ -365,68 +339,37 @@ class Engine:
         except Exception as caught:  # one request's bug must not end the daemon
             self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
             error = InternalError(f"the request failed: {type(caught).__name__}; the daemon's log has the details")
-        self._work = None
-        self._core.stats.turns += 1
-        self._answer(running, result, error)
+        self._core.stats.requests += not held.internal
+        request_id = held.request.request_id
+        self._answer(request_id, result, error)
         if self._check:
             self._core.pager.check_integrity()
-        self._schedule(Finished(running))
-        if self._draining and self._scheduler.is_idle:
-            self.drained.set()
-        self._retry_unsaved()
+        if held is self._running:
+            self._running = None
+            self._keep_up(idle=not self._scheduler.queued)
+            self._schedule(Finished(request_id))
+        else:
+            self._beside.remove(held)
+        self._look_drained()
 
     def _answer(self, request_id: RequestId, result: object, error: KvdError | None) -> None:
         held = self._requests.pop(request_id)
         try:
-            self._on_request_done(self._line(held, result, error))
+            if self._core is not None and not held.internal:
+                self._on_request_done(held.line(self._core.clock(), result, error))
         except Exception as caught:
             self._callback_failed(caught)
         self._reply(held, result, error)
 
-    def _reply(self, held: _Request, result: object, error: KvdError | None) -> None:
+    def _reply(self, held: HeldRequest, result: object, error: KvdError | None) -> None:
         try:
-            held.reply(result.to_wire() if isinstance(result, TurnResult) else result, error)
+            held.answer(result, error)
         except Exception as caught:
             self._callback_failed(caught)
-
-    def _guarded(self, emit: Callable[[Mapping[str, object]], None]) -> Callable[[Mapping[str, object]], None]:
-        """A client's callback whose faults stay its own (its event loop may be gone)."""
-
-        def guarded(event: Mapping[str, object]) -> None:
-            try:
-                emit(event)
-            except Exception as caught:
-                self._callback_failed(caught)
-
-        return guarded
 
     def _callback_failed(self, caught: Exception) -> None:
         assert self._core is not None
         self._core.log("callback_failed", error=f"{type(caught).__name__}: {caught}")
-
-    def _line(self, held: _Request, result: object, error: KvdError | None) -> RequestLine:
-        assert self._core is not None
-        request = held.request
-        method = f"agent.{request.operation}" if isinstance(request, JobRequest) else "generate"
-        turn = result if isinstance(result, TurnResult) else None
-        return RequestLine(
-            method="inject" if isinstance(request, TurnRequest) and request.append else method,
-            outcome="ok" if error is None else error.name,
-            total_s=self._core.clock() - held.submitted_s,
-            request=int(request.request_id),
-            agent=request.ref.agent,
-            namespace=request.ref.namespace,
-            queued_s=turn.queued_s if turn is not None else None,
-            ttft_s=held.state.times.first_token_s if held.state is not None else None,
-            prompt_tokens=turn.prompt_tokens if turn is not None else None,
-            cached_tokens=turn.cached_tokens if turn is not None else None,
-            completion_tokens=turn.completion_tokens if turn is not None else None,
-            finish_reason=turn.finish_reason if turn is not None else None,
-            match=turn.match if turn is not None else None,
-            match_reason=turn.match_reason if turn is not None else None,
-            swapped_in_pages=turn.swapped_in_pages if turn is not None else None,
-            durable=turn.durable if turn is not None else None,
-        )
 
     def _tick(self) -> None:
         assert self._core is not None
@@ -436,30 +379,22 @@ class Engine:
         self._last_tick_s = now
         self._core.memory.apply(Tick())
         sweep(self._core)
-        self._retry_unsaved()
+        if self._scheduler.is_idle:
+            self._keep_up(idle=True)
 
-    def _unsaved(self) -> list[Agent]:
-        """Agents with changes that the disk refused, the one that waited longest first."""
+    def _keep_up(self, *, idle: bool) -> None:
+        """Give the engine's own work its turn, ahead of what waits."""
+        assert self._upkeep is not None
+        if not self._draining and (job := self._upkeep.next_job(idle=idle)) is not None:
+            self._submit_own(*job)
+
+    def _submit_own(self, agent: Agent, operation: str) -> None:
         assert self._core is not None
-        unsaved = [agent for agent in self._core.agents if agent.unsaved is not None]
-        return sorted(unsaved, key=lambda agent: agent.last_save)
-
-    def _retry_unsaved(self) -> None:
-        """Give the disk another chance for a turn it refused; queued like a request, so order is kept."""
-        if self._draining or not self._scheduler.is_idle or time.monotonic() < self._next_save_s:
-            return
-        for agent in self._unsaved()[:1]:
-            self._submit_save(agent)
-
-    def _submit_save(self, agent: Agent) -> None:
-        assert self._core is not None
-        agent.last_save = self._core.agents.tick()
-        self._take(_Submit(JobRequest(self.new_request_id(), agent.ref, "save"), self._saved))
+        request = JobRequest(self.new_request_id(), agent.ref, operation, internal=True)
+        reply = self._saved if operation == "save" else lambda result, error: None
+        self._requests[request.request_id] = HeldRequest(request, reply, self._core.clock())
+        self._schedule(Submitted(request.request_id, first=True))
 
     def _saved(self, result: object, error: KvdError | None) -> None:
-        """While the disk refuses, tries get rarer; once it takes one, the others follow at once."""
-        if isinstance(result, dict) and result.get("durable"):
-            self._save_wait_s = 0.0
-        else:
-            self._save_wait_s = min(MAX_SAVE_WAIT_S, max(TICK_S, 2 * self._save_wait_s))
-        self._next_save_s = time.monotonic() + self._save_wait_s
+        assert self._upkeep is not None
+        self._upkeep.save_ended(durable=isinstance(result, dict) and bool(result.get("durable")))

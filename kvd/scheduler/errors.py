@@ -7,11 +7,20 @@ EnvironmentFault
 └── NotReady
 InternalError
 └── NonFiniteLogits
+BaseException
+└── EngineBroken    nobody may handle it but the engine's loop
 """
 
 from __future__ import annotations
 
 from kvd.errors import CallerError, EnvironmentFault, InternalError
+
+
+class EngineBroken(BaseException):
+    """Books and memory do not agree any more: an instruction was lost half way, or a page table move was illegal.
+
+    Not an Exception, so that no request can take it for its own fault and go on.
+    """
 
 
 class MethodNotFound(CallerError):

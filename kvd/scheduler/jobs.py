@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
-from kvd.errors import AgentExists, InvalidParams
+from kvd.errors import AgentExists, BudgetExceeded, Busy, InvalidParams
 from kvd.ids import AgentId
 from kvd.scheduler.admission import refuse_over_budget, refuse_pin_over_budget
-from kvd.scheduler.agents import Agent
-from kvd.scheduler.commit import commit, delete_agent, make_recordable
+from kvd.scheduler.agents import NOT_WRITTEN, Agent
+from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable, unsaved_others
 from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.views import agent_info
-from kvd.scheduler.waiting import Stop, Wait, fault_in
+from kvd.scheduler.waiting import Stop, Wait, hold_cut, release_cut, until_written
 from kvd.store.records import RecordKind
 from kvd.vm.errors import SpaceInUse
-from kvd.vm.events import Activated, Deactivated, EvictionWanted, Pinned, PrefetchHinted, Unpinned
+from kvd.vm.events import EvictionWanted, Pinned, PrefetchHinted, Unpinned
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -49,6 +49,7 @@ def run_job(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
         "evict": _evict,
         "prefetch": _prefetch,
         "save": _save,
+        "compact": _compact,
     }
     return operations[request.operation](core, request, stop)
 
@@ -61,7 +62,7 @@ def _fork(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     wanted = request.arguments.get("tokens")
     tokens = len(parent.branch.tokens) if wanted is None else _cut_point(parent.branch.tokens, wanted)
     tokens = parent.branch.border_at_most(tokens)
-    refuse_over_budget(core, parent, parent.branch, parent.branch.computed)
+    refuse_over_budget(core, parent, parent.branch, tokens)
     child = yield from core.fork_agent(parent, child_ref, tokens, stop)
     return (yield from _save_and_tell(core, child, "create", stop))
 
@@ -70,14 +71,13 @@ def _rollback(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     agent = core.agents.get(request.ref)
     branch = agent.branch
     tokens = branch.border_at_most(_cut_point(branch.tokens, request.arguments["tokens"]))
-    refuse_over_budget(core, agent, branch, branch.computed)
-    core.memory.apply(Activated(branch.space))
+    refuse_over_budget(core, agent, branch, tokens)
+    # the page that is cut must be resident, since its first tokens are copied; nothing else need be
+    yield from hold_cut(core, branch, tokens, stop)
     try:
-        # the page that is cut must be resident, since its first tokens are copied
-        yield from fault_in(core, branch, stop)
         yield from core.cut_branch(branch, tokens, stop)
     finally:
-        core.memory.apply(Deactivated(branch.space))
+        release_cut(core, branch)
     return (yield from _save_and_tell(core, agent, "rollback", stop))
 
 
@@ -116,20 +116,16 @@ def _evict(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     agent = core.agents.get(request.ref)
     if agent.pinned:
         raise SpaceInUse(f"agent {agent.ref} is pinned; unpin it first", agent=agent.ref.agent)
-    spaces = [branch.space for branch in agent.branches.values()]
+    branches = list(agent.branches.values())
+    spaces = [branch.space for branch in branches]
     before_bytes = core.resident_bytes(agent)
     for space in spaces:
         core.memory.apply(EvictionWanted(space))
     # dirty pages are written first; a disk that refuses ends the wait, and what is dirty stays
-    failures = core.memory.statistics.write_failures
-    yield (
-        lambda: (
-            stop() is not None
-            or core.memory.statistics.write_failures > failures
-            or not any(core.has_evictable(space) for space in spaces)
-        )
-    )
-    return agent_info(core, agent) | {"evicted_bytes": before_bytes - core.resident_bytes(agent)}
+    # it runs beside other requests, which may let go of a branch or delete the agent meanwhile
+    yield from until_written(core, spaces, lambda: stop() if branches == list(agent.branches.values()) else "changed")
+    agent = core.agents.get(request.ref)
+    return agent_info(core, agent) | {"evicted_bytes": max(0, before_bytes - core.resident_bytes(agent))}
 
 
 def _prefetch(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
@@ -141,10 +137,29 @@ def _prefetch(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
 
 def _save(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     """Try again to make durable what a disk refused; the engine asks for it by itself."""
-    return (yield from _save_and_tell(core, core.agents.get(request.ref), "turn", stop))
+    agent = core.agents.get(request.ref)
+    for other in unsaved_others(agent, agent.branch):
+        try:
+            yield from make_recordable(core, agent, other, stop)
+        except (BudgetExceeded, Busy):
+            continue  # the others need not wait for it
+    return (yield from _save_and_tell(core, agent, "turn", stop))
+
+
+def _compact(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
+    """Take out of the log what nobody needs; the engine asks for it by itself when nothing else is to do."""
+    agent = core.agents.get(request.ref)
+    yield from compact(core, agent)
+    return agent_info(core, agent)
 
 
 def _save_and_tell(core: EngineCore, agent: Agent, kind: RecordKind, stop: Stop) -> Job:
+    # RAM has changed: until the record is written the change would be lost with the process, whatever ends this job
+    agent.refused = agent.refused or NOT_WRITTEN
     yield from make_recordable(core, agent, agent.branch, stop)
-    durable, reason = yield from commit(core, agent, agent.branch, kind)
-    return agent_info(core, agent) | {"durable": durable, "durable_reason": reason}
+    done = yield from commit(core, agent, agent.branch, kind)
+    if agent.branch.doubtful:
+        # pages that only the disk was thought to have: read them, compute what is lost, and say so again
+        yield from make_recordable(core, agent, agent.branch, stop)
+        done = yield from commit(core, agent, agent.branch, kind)
+    return agent_info(core, agent) | {"durable": done.durable, "durable_reason": done.reason}

@@ -8,16 +8,20 @@ which gets owned bytes and never a view of a frame.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-from kvd.errors import KvdError
+from kvd.errors import AgentNotFound, KvdError
 from kvd.ids import Fingerprint, FrameId, GroupId, PageId, PageKey, SpaceId
 from kvd.quant.spec import PageLayout
 from kvd.scheduler.agents import page_runs
+from kvd.scheduler.errors import EngineBroken
+from kvd.store.errors import FormatUnknown, LogCorrupt, PageCorrupt, PageMissing
 from kvd.store.frame_pool import FramePool
 from kvd.store.page_file import PageHeader
+from kvd.vm.errors import IllegalEvent, NoRoomForCopy, NotResident, SpaceInUse
 from kvd.vm.events import (
     CopyTokens,
     DropFrame,
@@ -28,12 +32,12 @@ from kvd.vm.events import (
     LoadPage,
     LoadTail,
     MapFrame,
+    Tick,
     TokensAppended,
     WriteDone,
     WriteFailed,
     WritePage,
 )
-from kvd.vm.page import PageState
 from kvd.vm.pager import Pager
 
 
@@ -58,6 +62,29 @@ class SpaceFacts:
     domain: str
     layouts: tuple[PageLayout, ...]
     read_tail: Callable[[PageId, GroupId], None]
+
+
+LOST = (PageMissing, PageCorrupt, LogCorrupt, FormatUnknown, AgentNotFound)
+"""Errors of a read after which reading again cannot help: the bytes are gone. Every other one is a hiccup or a bug."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A load that the pager waits for.
+
+    Attributes:
+        frame: where its bytes go.
+        layout: of the frame.
+        tokens: how many a tail has; None for a whole page.
+        read: queues the read.
+        refusals: reads that failed although the bytes may be there.
+    """
+
+    frame: FrameId
+    layout: PageLayout
+    tokens: int | None
+    read: Callable[[], None]
+    refusals: int = 0
 
 
 class SwapDoor(Protocol):
@@ -118,8 +145,10 @@ class Memory:
         self._on_event = on_event
         self._spaces: dict[SpaceId, SpaceFacts] = {}
         self._pages: dict[PageId, PageFacts] = {}
-        self._rewriting: set[PageId] = set()
-        self._loading: dict[PageId, tuple[FrameId, PageLayout, int | None]] = {}
+        self._loading: dict[PageId, Load] = {}
+        self._read_at_tick: list[Load] = []
+        # pages given up although their files may be good: those stay, whoever forgets the pages
+        self._spared: set[PageId] = set()
 
     # ---- spaces and pages -------------------------------------------------------------------------------------------
 
@@ -160,12 +189,25 @@ class Memory:
     # ---- events in --------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        """Give the pager an event and carry out what it says."""
-        instructions = self.pager.handle(event)
-        if isinstance(event, TokensAppended) and any(event.keys):
-            self._learn_sealed(event.space)
-        for instruction in instructions:
-            self._carry_out(instruction)
+        """Give the pager an event and carry out what it says.
+
+        Raises:
+            IllegalEvent, NotResident, NoRoomForCopy, SpaceInUse: nothing has changed.
+            EngineBroken: pager and memory do not agree any more, whatever the reason; nothing can go on.
+        """
+        try:
+            if isinstance(event, Tick):
+                self._read_refused()
+            instructions = self.pager.handle(event)
+            if isinstance(event, TokensAppended) and any(event.keys):
+                self._learn_sealed(event.space)
+            for instruction in instructions:
+                self._carry_out(instruction)
+        except (IllegalEvent, NotResident, NoRoomForCopy, SpaceInUse):
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise EngineBroken(f"{type(event).__name__} was not carried out: {what}") from error
 
     def append(self, space: SpaceId, tokens: int, keys: Sequence[Sequence[PageKey]]) -> None:
         """A step wrote `tokens` tokens; `keys[g]` are the keys of pages that became full."""
@@ -192,81 +234,93 @@ class Memory:
                 self._swap.write_page(facts.header, facts.layout, self.pool.export(frame))
             case LoadPage(page, frame, _):
                 facts = self._pages[page]
-                self._loading[page] = (frame, facts.layout, None)
-                self._swap.read_page(facts.header, facts.layout)
+                read = partial(self._swap.read_page, facts.header, facts.layout)
+                self._load(page, Load(frame, facts.layout, None, read))
             case LoadTail(page, frame, group, space, tokens):
                 space_facts = self._spaces[space]
-                self._loading[page] = (frame, space_facts.layouts[group], tokens)
-                space_facts.read_tail(page, group)
+                read = partial(space_facts.read_tail, page, group)
+                self._load(page, Load(frame, space_facts.layouts[group], tokens, read))
             case ForgetPage(page):
                 self._pages.pop(page, None)
-                self._on_forget(page)
+                if page in self._spared:
+                    self._spared.remove(page)
+                else:
+                    self._on_forget(page)
             case _:
                 raise TypeError(f"unknown instruction {instruction!r}")
-
-    # ---- pages whose durable copy vanished --------------------------------------------------------------------------
-
-    def write_again(self, space: SpaceId, pages: Collection[str]) -> None:
-        """Write resident pages once more whose durable copies the store has lost; `rewriting` tells until when.
-
-        The pager need not know: for it the pages are clean before and after.
-        """
-        for segment in self.pager.segments(space):
-            for page in segment.pages:
-                page_id, frame = page.ref.page_id, page.frame
-                if page_id in pages and page.state is PageState.CLEAN and frame is not None:
-                    self._rewriting.add(page_id)
-                    facts = self._pages[page_id]
-                    self._swap.write_page(facts.header, facts.layout, self.pool.export(frame))
-
-    @property
-    def rewriting(self) -> bool:
-        """Whether a write of `write_again` is under way."""
-        return bool(self._rewriting)
 
     # ---- what the store says ----------------------------------------------------------------------------------------
 
     def page_written(self, page: PageId, error: KvdError | None) -> None:
         """A write ended."""
         self.statistics.answers += 1
-        if page in self._rewriting:
-            self._rewriting.remove(page)
-            return
         if error is None:
+            if self.pager.writes_fail:
+                self._on_event("page_writes_resumed", level="info")
             self.statistics.pages_written += 1
             self.apply(WriteDone(page))
             return
         self.statistics.write_failures += 1
         self.statistics.last_write_failure = error.message
-        self._on_event("page_write_failed", page=page, reason=error.message)
+        if not self.pager.writes_fail:
+            self._on_event("page_write_failed", page=page, reason=error.message)
         self.apply(WriteFailed(page, error.message))
 
-    def page_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
+    def page_read(self, page: PageId, payload: bytes | memoryview | None, error: KvdError | None) -> None:
         """A read ended: `payload` fills the whole frame."""
         self.statistics.answers += 1
-        frame, layout, _ = self._loading.pop(page)
+        if self._reads_again(page, error):
+            return
+        load = self._loading.pop(page)
         if payload is None:
             self._lost(page, error)
             return
-        self.pool.create(frame, layout)
-        self.pool.fill(frame, payload)
+        self.pool.create(load.frame, load.layout)
+        self.pool.fill(load.frame, payload)
         self.statistics.pages_loaded += 1
         self.apply(LoadDone(page))
 
-    def tail_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
+    def tail_read(self, page: PageId, payload: bytes | memoryview | None, error: KvdError | None) -> None:
         """A tail came from the log: `[kv_heads, tokens, width]` per tensor, in layout order."""
         self.statistics.answers += 1
-        frame, layout, tokens = self._loading.pop(page)
-        assert tokens is not None
+        if self._reads_again(page, error):
+            return
+        load = self._loading.pop(page)
+        assert load.tokens is not None
         # the log may hold more than is wanted: the tail may have been cut since
-        held_tokens, rest = divmod(len(payload or b""), layout.token_bytes)
-        if payload is None or rest or held_tokens < tokens:
+        held_tokens, rest = divmod(len(payload or b""), load.layout.token_bytes)
+        if payload is None or rest or held_tokens < load.tokens:
             self._lost(page, error)
             return
-        self.pool.create(frame, layout)
-        self.pool.insert(frame, 0, held_tokens, payload, upto=tokens)
+        self.pool.create(load.frame, load.layout)
+        self.pool.insert(load.frame, 0, held_tokens, payload, upto=load.tokens)
         self.statistics.tails_loaded += 1
         self.apply(LoadDone(page))
+
+    def _load(self, page: PageId, load: Load) -> None:
+        self._loading[page] = load
+        load.read()
+
+    def _reads_again(self, page: PageId, error: KvdError | None) -> bool:
+        """After a read that failed although the bytes may be there: at once, then at the next Tick, then no more."""
+        if error is None or isinstance(error, LOST):
+            return False
+        load = self._loading[page]
+        load.refusals += 1
+        self._on_event("page_read_refused", page=page, reason=error.message, refusals=load.refusals)
+        if load.refusals == 1:
+            load.read()
+        elif load.refusals == 2:
+            self._read_at_tick.append(load)
+        else:
+            self._spared.add(page)
+            return False
+        return True
+
+    def _read_refused(self) -> None:
+        waiting, self._read_at_tick = self._read_at_tick, []
+        for load in waiting:
+            load.read()
 
     def _lost(self, page: PageId, error: KvdError | None) -> None:
         reason = error.message if error is not None else "the log does not hold all of it"

@@ -21,6 +21,9 @@ TURN_NAMES = ("agent", "namespace", "max_tokens", "stop", "stream", *SAMPLING_NA
 MAX_NAME_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
+MAX_ID_DIGITS = 10
+MAX_BIASED_IDS = 1024
+"""Each biased id costs time on every token, on the thread that everybody waits for."""
 
 
 class Params:
@@ -134,6 +137,10 @@ class Params:
         bias = self._raw.get("logit_bias")
         if not isinstance(bias, Mapping | None):
             raise InvalidParams("logit_bias must map token ids to numbers", parameter="logit_bias")
+        if bias and len(bias) > MAX_BIASED_IDS:
+            raise InvalidParams(
+                f"logit_bias takes at most {MAX_BIASED_IDS} ids, not {len(bias)}", parameter="logit_bias"
+            )
         return SamplingParams(
             temperature=self.number("temperature", 0.0),
             top_p=self.number("top_p", 1.0),
@@ -175,7 +182,9 @@ class Params:
 
 def _bias_pair(token: object, value: object) -> tuple[int, float]:
     """One entry of `logit_bias`. JSON has no other keys than strings, so `"7"` is an id too."""
-    number = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
+    number = token
+    if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= MAX_ID_DIGITS:
+        number = int(token)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not isinstance(number, int) or isinstance(number, bool):
         raise InvalidParams(

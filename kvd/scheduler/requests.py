@@ -1,4 +1,4 @@
-"""What clients ask of the engine, and what comes back, as frozen data. May import kvd.ids, kvd.vm.text, kvd.errors."""
+"""What clients ask of the engine, and what comes back, as frozen data. May import kvd.ids, kvd.vm, kvd.errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal
 
 from kvd.errors import KvdError
 from kvd.ids import AgentId, Namespace, RequestId
-from kvd.scheduler.sampling import SamplingParams
+from kvd.scheduler.sampling import LogitsHook, SamplingParams
+from kvd.vm.prefix import MatchKind
 from kvd.vm.text import TypedText
 
 FinishReason = Literal["stop", "length", "cancelled", "injected"]
-MatchKind = Literal["new", "exact", "extend", "diverge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class TurnRequest:
         sampling: how to choose them.
         stop: strings that end generation; never part of the text.
         emit: called on the engine thread with each stream event.
+        method: the protocol's method, for the request's log line.
+        hooks: further logits hooks, run after those that `sampling` stands for.
     """
 
     request_id: RequestId
@@ -49,28 +51,38 @@ class TurnRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     emit: Callable[[Mapping[str, object]], None] = lambda event: None
+    method: str = "generate"
+    hooks: tuple[LogitsHook, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A control operation that may have to wait for pages: fork, rollback, delete, pin, evict.
+    """A control operation that may have to wait for pages or for the disk.
 
     Attributes:
         request_id: unique over all connections.
         ref: the agent it concerns.
-        operation: `fork`, `rollback`, `delete`, `pin`, `unpin`, `evict`, `prefetch`.
+        operation: `fork`, `rollback`, `delete`, `pin`, `unpin`, `evict`, `prefetch`; `save`, `compact` of the engine.
         arguments: operation's own.
+        internal: the engine asked for it: no client waits, no log line says so.
     """
 
     request_id: RequestId
     ref: AgentRef
     operation: str
     arguments: Mapping[str, object] = field(default_factory=dict)
+    internal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """The figures of a finished turn (DESIGN section 10 names them)."""
+    """The figures of a finished turn.
+
+    Attributes:
+        appended_tokens: prompt tokens that were not stored before (for `inject`: what it added).
+        swapped_in_pages: sealed pages read from disk for it.
+        written_bytes: bytes its commit wrote: the log's record, and the pages that the record is the first to name.
+    """
 
     text: str
     finish_reason: FinishReason
@@ -89,6 +101,8 @@ class TurnResult:
     queued_s: float
     commit_s: float
     swapped_in_pages: int
+    appended_tokens: int = 0
+    written_bytes: int = 0
 
     def to_wire(self) -> dict[str, object]:
         """As the client sees it."""

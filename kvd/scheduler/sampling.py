@@ -59,7 +59,7 @@ class SamplingParams:
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (all) or more"),
             ("min_p", 0.0 <= self.min_p < 1.0, "at least 0 and below 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "from 0.01 to 100"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
             ("logit_bias", all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias), f"at most {MAX_BIAS:g} each way"),
         )

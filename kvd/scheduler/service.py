@@ -215,7 +215,8 @@ class KvdService:
     async def _residency(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("agent", "namespace")
         ref = params.ref() if params.has("agent") else None
-        return await self._call(lambda core: views.residency(core, ref))
+        namespace = params.namespace() if params.has("namespace") else None
+        return await self._call(lambda core: views.residency(core, ref, namespace))
 
     async def _statistics(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown()

@@ -16,9 +16,10 @@ from kvd.ids import RequestId
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request came in."""
+    """A request came in; `first`: the engine's own, ahead of all that wait, refused to nobody."""
 
     request: RequestId
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,8 @@ class Scheduler:
     def handle(self, event: SchedulerEvent) -> tuple[SchedulerInstruction, ...]:
         """Take one event, return what to do, in order."""
         match event:
-            case Submitted(request):
-                return self._submit(request)
+            case Submitted(request, first):
+                return self._submit(request, first=first)
             case CancelWanted(request):
                 return self._cancel(request)
             case Finished(request):
@@ -134,8 +135,11 @@ class Scheduler:
                 self._draining = True
                 return ()
 
-    def _submit(self, request: RequestId) -> tuple[SchedulerInstruction, ...]:
-        if self._draining:
+    def _submit(self, request: RequestId, *, first: bool) -> tuple[SchedulerInstruction, ...]:
+        if first and not self.is_idle:
+            self._queue.appendleft(request)
+            return ()
+        if self._draining and not first:
             return (RefuseDraining(request),)
         if self._running is None and not self._queue:
             self._running = request

@@ -49,10 +49,10 @@ class PageTaker(Protocol):
     def page_written(self, page: PageId, error: KvdError | None) -> None:
         """A write ended."""
 
-    def page_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
+    def page_read(self, page: PageId, payload: bytes | memoryview | None, error: KvdError | None) -> None:
         """A read ended."""
 
-    def tail_read(self, page: PageId, payload: bytes | None, error: KvdError | None) -> None:
+    def tail_read(self, page: PageId, payload: bytes | memoryview | None, error: KvdError | None) -> None:
         """A tail came."""
 
 

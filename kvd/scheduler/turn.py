@@ -23,12 +23,12 @@ from kvd.errors import Cancelled, ContextFull, InvalidParams, KvdError
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.admission import refuse_over_budget
 from kvd.scheduler.agents import Agent, Branch, rest_of
-from kvd.scheduler.commit import commit
+from kvd.scheduler.commit import Committed, Committing, commit
 from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
 from kvd.scheduler.sampling import Sampler
 from kvd.scheduler.waiting import Wait, fault_in
-from kvd.vm.events import Activated, Deactivated
+from kvd.vm.events import Activated, Deactivated, Pinned, Unpinned
 from kvd.vm.prefix import Match, StoredText, best_match
 from kvd.vm.text import TypedText
 
@@ -50,13 +50,14 @@ class TurnTimes:
 
 @dataclass(slots=True)
 class TurnState:
-    """What a running turn knows; the engine sets `cancelled`."""
+    """What a running turn knows; the engine sets `cancelled`, the turn counts `swapped_in_pages`."""
 
     request: TurnRequest
     started_s: float
     times: TurnTimes = field(default_factory=TurnTimes)
     cancelled: bool = False
     cancel_reason: str = "cancelled by the client"
+    swapped_in_pages: int = 0
 
     def stop(self) -> str | None:
         """Why the turn is to end at its next step boundary; None while it may go on."""
@@ -90,10 +91,11 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
         Cancelled: cancelled; what was computed is kept and committed.
         KvdError: it failed half way; the agent keeps what was computed and can go on.
     """
-    sampler = Sampler(state.request.sampling, vocab_tokens=core.spec.vocab_tokens)
-    agent, is_new = core.agents.get_or_create(state.request.ref)
+    request = state.request
+    sampler = Sampler(request.sampling, vocab_tokens=core.spec.vocab_tokens, hooks=request.hooks)
+    agent, is_new = core.agents.get_or_create(request.ref)
     try:
-        plan = _plan(core, agent, state.request)
+        plan = _plan(core, agent, request)
         return (yield from _carry_out(core, agent, plan, sampler, state))
     finally:
         if is_new and not agent.logged and not any(branch.tokens for branch in agent.branches.values()):
@@ -157,21 +159,38 @@ def _carry_out(
 ) -> Generator[Wait, None, TurnResult]:
     """Fork when the prompt diverges, work on the branch, and go back to where the agent was if nothing came of it."""
     before = agent.branch
-    loaded_before = core.memory.statistics.pages_loaded
     began_s = core.clock()
     branch = plan.source
+    faults_before = core.pager.faults(branch.space)
     notes: list[str] = []
     if plan.match.kind == "diverge":
-        branch, notes = yield from core.fork_branch(agent, plan.source, plan.match.keep_tokens, state.stop)
+        branch, notes = yield from _fork(core, agent, plan, state)
+        state.swapped_in_pages = core.pager.faults(plan.source.space) - faults_before
+        faults_before = 0
     core.make_current(agent, branch)
     state.times.swap_in_s += core.clock() - began_s
     try:
-        return (yield from _work(core, agent, branch, plan, sampler, state, notes, loaded_before))
+        return (yield from _work(core, agent, branch, plan, sampler, state, notes, faults_before))
     except BaseException:
         if len(branch.tokens) <= plan.match.keep_tokens and branch is not before:
             core.make_current(agent, before)
             if branch is not plan.source:
                 core.close_branch(agent, branch)
+        raise
+
+
+def _fork(
+    core: EngineCore, agent: Agent, plan: Plan, state: TurnState
+) -> Generator[Wait, None, tuple[Branch, list[str]]]:
+    """The branch a divergence works on. A pin goes to it afterwards; until then it must not stand in the way."""
+    moves_pin = agent.pinned and plan.source is not agent.branch
+    if moves_pin:
+        core.memory.apply(Unpinned(agent.branch.space))
+    try:
+        return (yield from core.fork_branch(agent, plan.source, plan.match.keep_tokens, state.stop))
+    except BaseException:
+        if moves_pin:
+            core.memory.apply(Pinned(agent.branch.space))
         raise
 
 
@@ -183,7 +202,7 @@ def _work(
     sampler: Sampler,
     state: TurnState,
     notes: list[str],
-    loaded_before: int,
+    faults_before: int,
 ) -> Generator[Wait, None, TurnResult]:
     request, generation = state.request, None
     core.memory.apply(Activated(branch.space))
@@ -211,23 +230,25 @@ def _work(
         # a cancelled turn is worth a record when it added text, or KV to what the log has (its fork is let go of else)
         longer = len(branch.tokens) > plan.match.keep_tokens
         gained = finish != "cancelled" or longer or (branch is plan.source and not branch.saved)
-        durable, durable_reason = yield from _commit(core, agent, branch, gained=gained)
+        done = yield from _commit(core, agent, branch, gained=gained)
         state.times.commit_s = core.clock() - began_s
-        request.emit({"type": "durable", "durable": durable, "reason": durable_reason})
+        state.swapped_in_pages += core.pager.faults(branch.space) - faults_before
+        request.emit({"type": "durable", "durable": done.durable, "reason": done.reason})
     except BaseException as error:
         _salvage(core, agent, branch, generation, plan.match.keep_tokens, error)
         raise
     finally:
         core.memory.apply(Deactivated(branch.space))
     if finish == "cancelled":
-        raise Cancelled(f"{state.cancel_reason}; {branch.computed} computed tokens are kept", durable=durable, **usage)
+        message = f"{state.cancel_reason}; {branch.computed} computed tokens are kept"
+        raise Cancelled(message, durable=done.durable, **usage)
     return TurnResult(
         text=generation.text,
         finish_reason=finish,
         match=plan.match.kind,
         match_reason=reason,
-        durable=durable,
-        durable_reason=durable_reason,
+        durable=done.durable,
+        durable_reason=done.reason,
         agent=request.ref.agent,
         divergence=_divergence(plan.match),
         prefill_s=state.times.prefill_s,
@@ -235,7 +256,9 @@ def _work(
         swap_in_s=state.times.swap_in_s,
         queued_s=state.times.queued_s,
         commit_s=state.times.commit_s,
-        swapped_in_pages=core.memory.statistics.pages_loaded - loaded_before,
+        swapped_in_pages=state.swapped_in_pages,
+        appended_tokens=generation.prompt_tokens - plan.match.keep_tokens,
+        written_bytes=done.written_bytes,
         **usage,
     )
 
@@ -251,11 +274,9 @@ def _generate(generation: Generation, request: TurnRequest, *, replaying: bool) 
         return "cancelled"
 
 
-def _commit(
-    core: EngineCore, agent: Agent, branch: Branch, *, gained: bool
-) -> Generator[Wait, None, tuple[bool, str | None]]:
+def _commit(core: EngineCore, agent: Agent, branch: Branch, *, gained: bool) -> Committing:
     if not gained or branch.behind:
-        return agent.unsaved is None, agent.unsaved  # cancelled before it came to anything: the log has all there is
+        return Committed(agent.unsaved)  # cancelled before it came to anything: the log has all there is
     core.close_surplus(agent)
     return (yield from commit(core, agent, branch, "turn"))
 
@@ -281,8 +302,8 @@ def _salvage(
     except KvdError:
         # no frame for a copy: at a page border none is needed, and KV that is missing is computed again
         core.cut_kv(branch, computed // PAGE_TOKENS * PAGE_TOKENS)
-    if branch.tokens and not branch.saved and agent.unsaved is None:
-        agent.unsaved = f"the request failed: {error}"
+    if branch.tokens and not branch.durable and agent.refused is None:
+        agent.refused = f"the request failed: {error}"
 
 
 def _divergence(match: Match) -> Mapping[str, object] | None:

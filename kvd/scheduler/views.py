@@ -12,6 +12,7 @@ from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.requests import AgentRef
+from kvd.vm.page import READABLE
 
 
 def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
@@ -27,7 +28,8 @@ def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
         "branches": len(agent.branches),
         "pages": now.total_pages,
         "resident_pages": now.resident_pages,
-        "swapped_pages": now.total_pages - now.resident_pages,
+        "swapped_pages": now.stored_pages,
+        "lost_pages": now.lost_pages,
         "shared_pages": now.shared_pages,
         "resident_bytes": now.resident_bytes,
         "total_bytes": now.total_bytes,
@@ -44,9 +46,9 @@ def agent_list(core: EngineCore, namespace: Namespace | None) -> list[dict[str, 
     return [agent_info(core, agent) for agent in core.agents.in_namespace(namespace)]
 
 
-def residency(core: EngineCore, ref: AgentRef | None) -> dict[str, object]:
-    """Page maps of one agent or of all: per segment one entry a page with its state."""
-    agents = [core.agents.get(ref)] if ref is not None else core.agents.in_namespace(None)
+def residency(core: EngineCore, ref: AgentRef | None, namespace: Namespace | None = None) -> dict[str, object]:
+    """Page maps of one agent, of a namespace or of all: per segment one entry a page with its state."""
+    agents = [core.agents.get(ref)] if ref is not None else core.agents.in_namespace(namespace)
     return {
         "page_tokens": PAGE_TOKENS,
         "budget_bytes": core.pager.statistics().budget_bytes,
@@ -64,7 +66,7 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
                 {
                     "page": page.ref.page_id,
                     "state": page.state.value,
-                    "resident": page.frame is not None,
+                    "resident": page.state in READABLE,
                     "shared_by": page.shared_spaces,
                 }
                 for page in segment.pages
@@ -104,6 +106,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "usable_bytes": pager.usable_bytes,
         "resident_bytes": pager.resident_bytes,
         "peak_resident_bytes": pager.peak_resident_bytes,
+        "peak_budget_bytes": pager.peak_total_bytes,
         "in_flight_bytes": pager.in_flight_bytes,
         "dirty_bytes": pager.dirty_bytes,
         "pinned_bytes": pager.pinned_bytes,
@@ -127,7 +130,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "tokens_computed": core.stats.tokens_computed,
         "tokens_reused": core.stats.tokens_reused,
         "tokens_replayed": core.stats.tokens_replayed,
-        "requests": core.stats.turns,
+        "requests": core.stats.requests,
         "turns_not_durable": core.stats.turns_not_durable,
         "records_written": core.stats.records_written,
         "agents": len(core.agents),

@@ -9,13 +9,13 @@ May import kvd.errors, kvd.ids and kvd.vm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 from kvd.errors import Busy, Cancelled
 from kvd.ids import SpaceId
 from kvd.vm.errors import NoRoomForCopy
-from kvd.vm.events import Event
+from kvd.vm.events import CutWanted, Event, RetryWanted
 
 if TYPE_CHECKING:
     from kvd.scheduler.agents import Branch
@@ -42,13 +42,21 @@ def until_ready(core: EngineCore, space: SpaceId, stop: Stop) -> Waiting:
     """Wait until a step can run on an active space, or a page of it turns out to be lost.
 
     Raises:
+        Cancelled, Busy: as `until_room`.
+    """
+    yield from until_room(core, lambda: core.pager.is_ready(space) or core.pager.lost_at(space) is not None, stop)
+
+
+def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop) -> Waiting:
+    """Wait for pages that the pager was told to bring in or to make room for.
+
+    Raises:
         Cancelled: `stop` said so.
         Busy: RAM is full of what the disk has not taken.
     """
     began_s = core.clock()
-
-    def ready() -> bool:
-        return core.pager.is_ready(space) or core.pager.lost_at(space) is not None
+    if core.pager.writes_fail:
+        core.memory.apply(RetryWanted())  # room may depend on it
 
     def stuck() -> bool:
         # the figures walk all pages, so they are asked for only when time has passed
@@ -87,6 +95,61 @@ def apply_when_room(core: EngineCore, event: Event, stop: Stop) -> Waiting:
         raise_if_stopped(stop)
 
 
+def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Waiting:
+    """Wait until all sealed pages of spaces are in swap, a write fails, or `stop` says so."""
+    failures = core.memory.statistics.write_failures
+    if core.pager.writes_fail:
+        core.memory.apply(RetryWanted())
+
+    def written() -> bool:
+        return all(core.pages_durable(space) for space in spaces)
+
+    yield lambda: stop() is not None or core.memory.statistics.write_failures > failures or written()
+
+
+def hold_cut(core: EngineCore, branch: Branch, tokens: int, stop: Stop) -> Generator[Wait, None, list[str]]:
+    """Bring the page that a cut at `tokens` goes through into RAM and keep it there; `release_cut` lets go of it.
+
+    A lost page cuts the branch's KV, never its ids.
+
+    Returns:
+        What was lost, in words for the client.
+
+    Raises:
+        Cancelled, Busy: as `until_room`; nothing is kept.
+    """
+    notes: list[str] = []
+    space = branch.space
+
+    def lost() -> int | None:
+        position = core.pager.lost_at(space)
+        return position if position is not None and position < tokens else None
+
+    try:
+        while True:
+            core.memory.apply(CutWanted(space, min(tokens, branch.computed)))
+            yield from until_room(core, lambda: core.pager.can_cut(space) or lost() is not None, stop)
+            position = lost()
+            if position is None:
+                return notes
+            notes.append(cut_at_lost(core, branch, position))
+    except BaseException:
+        release_cut(core, branch)
+        raise
+
+
+def release_cut(core: EngineCore, branch: Branch) -> None:
+    """The cut that `hold_cut` prepared is done or given up."""
+    core.memory.apply(CutWanted(branch.space, None))
+
+
+def cut_at_lost(core: EngineCore, branch: Branch, position: int) -> str:
+    """Give up KV from a lost page on; what it means, in words for the client."""
+    note = f"page lost at token {position}: {branch.computed - position} tokens are computed again"
+    core.cut_kv(branch, position)
+    return note
+
+
 def raise_if_stopped(stop: Stop) -> None:
     """Raise Cancelled with the reason, if there is one."""
     reason = stop()
@@ -109,5 +172,4 @@ def fault_in(core: EngineCore, branch: Branch, stop: Stop) -> Generator[Wait, No
         lost = core.pager.lost_at(branch.space)
         if lost is None:
             return notes
-        notes.append(f"page lost at token {lost}: {branch.computed - lost} tokens are computed again")
-        core.cut_kv(branch, lost)
+        notes.append(cut_at_lost(core, branch, lost))

@@ -8,6 +8,7 @@ On disk, bytes in and bytes out, no arrays; in the order of dependence:
 
 - `errors`: the package's error classes; imports kvd.errors.
 - `fs`, `fs_meter`: the only door to the disk, and a counting one; import nothing else.
+- `side_files`: small durable files beside the pages; imports fs.
 - `layout`: the data folder's names, version and lock; imports errors, fs.
 - `records`, `record_codec`: the delta log's record, and it as msgpack; import kvd.ids, kvd.vm.text.
 - `page_file`, `swap_dir`: a page as canonical safetensors bytes, and the folder of them; import kvd.quant.spec.
@@ -28,6 +29,7 @@ from kvd.store.layout import DataFolder
 from kvd.store.page_file import PageHeader
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import LogTrouble, RecoveryReport
+from kvd.store.side_files import read_small_file, write_small_file
 from kvd.store.swap_ops import (
     AppendRecordOp,
     CompactLogOp,
@@ -36,6 +38,7 @@ from kvd.store.swap_ops import (
     FlushOp,
     ReadPageOp,
     ReadTailOp,
+    SwapBroken,
     SwapOp,
     SwapResult,
     SwapStatistics,
@@ -60,10 +63,13 @@ __all__ = [
     "RealFileSystem",
     "RecoveryReport",
     "SegmentState",
+    "SwapBroken",
     "SwapOp",
     "SwapResult",
     "SwapStatistics",
     "SwapThread",
     "WritePageOp",
+    "read_small_file",
     "recover",
+    "write_small_file",
 ]

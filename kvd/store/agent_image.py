@@ -5,26 +5,37 @@ leaves everything as it was; the swap thread calls it *before* a record is writt
 that cannot be replayed. Branches share tuples, forks copy nothing.
 
 Tail KV is not kept: a `Fragment` says where in the log the bytes of some tokens of the open page lie. A fragment is
-never rewritten; cutting the tail lowers `upto`. `dead_bytes` is the KV in the log that no branch names any more.
+never rewritten; cutting the tail lowers `upto`. What a rewritten log would save is dead: tails that were sealed or cut,
+and ids, text and tails of cuts and of branches that nobody wants any more.
 
 May import kvd.ids, kvd.quant.spec, kvd.vm.text, kvd.store.errors and kvd.store.records only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import xxhash
 
 from kvd.ids import PageId
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.store.errors import RecordInvalid
-from kvd.store.records import AgentRecord, PageEntry, SegmentDelta
-from kvd.vm.text import Span
+from kvd.store.records import AgentRecord, PageEntry, PositionRun, SegmentDelta
+from kvd.vm.text import Span, cut_spans, merge_spans
 
 Layouts = Callable[[int, str], PageLayout | None]
 """Layout of a cache group's pages in a format; None when it is not known."""
+
+# Upper bounds of what a record takes besides ids, text, names and KV, in bytes (frame, msgpack heads, integers).
+_RECORD_BYTES: Final = 160
+_SEGMENT_BYTES: Final = 56
+_PAGE_BYTES: Final = 8
+_RUN_BYTES: Final = 19
+_SPAN_BYTES: Final = 11
+_META_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +60,27 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentState:
-    """One segment of a branch: sealed pages, then `tail_tokens` tokens of an open page in `fragments`."""
+    """One segment of a branch: sealed pages, then `tail_tokens` tokens of an open page in `fragments`.
+
+    Attributes:
+        segment: index inside the group; 0 when the group has one precision.
+        tail_runs: positions of the open page's tokens; empty when they follow the sealed pages.
+    """
 
     group: int
     format_id: str
     pages: tuple[PageEntry, ...]
     tail_tokens: int
     fragments: tuple[Fragment, ...]
+    segment: int = 0
+    tail_runs: tuple[PositionRun, ...] = ()
+
+    def rewritten_bytes(self) -> int:
+        """Bytes that the segment takes in a snapshot record, at most."""
+        runs = sum(len(page.runs) for page in self.pages) + len(self.tail_runs)
+        names = sum(len(page.page_id) + len(page.key) + _PAGE_BYTES for page in self.pages)
+        kv = sum(f.kv_bytes * (f.upto - f.start) // (f.end - f.start) for f in self.fragments)
+        return _SEGMENT_BYTES + len(self.format_id) + names + runs * _RUN_BYTES + kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +101,27 @@ class BranchImage:
     time_s: float = 0.0
     numerics: str = ""
 
-    def segment(self, group: int) -> SegmentState:
-        """The segment of a cache group; KeyError when there is none."""
-        for segment in self.segments:
-            if segment.group == group:
-                return segment
-        raise KeyError(group)
+    def segment(self, group: int, segment: int = 0) -> SegmentState:
+        """A segment of a cache group; KeyError when there is none."""
+        for each in self.segments:
+            if (each.group, each.segment) == (group, segment):
+                return each
+        raise KeyError((group, segment))
+
+    @property
+    def uniform(self) -> bool:
+        """Whether each group has exactly segment 0 and its tokens follow one another without a gap."""
+        return all(each.segment == 0 and not each.tail_runs for each in self.segments)
 
     def page_ids(self) -> set[PageId]:
         """Every sealed page the branch maps."""
         return {page.page_id for segment in self.segments for page in segment.pages}
+
+    def rewritten_bytes(self) -> int:
+        """Bytes that the branch takes in a snapshot record, at most, without names and meta."""
+        ids = 4 * (len(self.tokens) + len(self.token_bytes))
+        segments = sum(segment.rewritten_bytes() for segment in self.segments)
+        return _RECORD_BYTES + ids + len(self.spans) * _SPAN_BYTES + len(self.text) + len(self.numerics) + segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +134,6 @@ class AgentImage:
         meta: accumulated, last record wins key by key.
         seq: number of the last record.
         log_bytes: length of the log's good part.
-        kv_bytes: tail KV in the log, dead or not.
     """
 
     namespace: str
@@ -108,7 +143,6 @@ class AgentImage:
     meta: Mapping[str, object] = field(default_factory=dict)
     seq: int = 0
     log_bytes: int = 0
-    kv_bytes: int = 0
 
     @property
     def branch(self) -> BranchImage:
@@ -117,18 +151,34 @@ class AgentImage:
 
     @property
     def dead_bytes(self) -> int:
-        """Tail KV in the log that no branch needs; compaction gets rid of it."""
-        live = {
-            fragment.offset: fragment.kv_bytes
-            for branch in self.branches.values()
-            for segment in branch.segments
-            for fragment in segment.fragments
-        }
-        return self.kv_bytes - sum(live.values())
+        """Bytes that compaction would save when every branch is kept."""
+        return self.dead_bytes_without(self.branches)
 
-    def compaction_due(self, page_bytes: int) -> bool:
-        """Whether rewriting pays: a page of dead bytes, and as much dead as alive (so wear stays bounded, P26)."""
-        dead = self.dead_bytes
+    def dead_bytes_without(self, keep: Collection[int]) -> int:
+        """Bytes that compaction would save, of which ids, text and tails of branches let go of are a part.
+
+        Args:
+            keep: branches still wanted; the current one counts as such anyway.
+        """
+        return max(0, self.log_bytes - self.rewritten_bytes(keep))
+
+    def rewritten_bytes(self, keep: Collection[int]) -> int:
+        """Length of a log of snapshots of these branches and the current one, at most (one small estimate apart: meta).
+
+        Branches that share a prefix share it in the log, not in snapshots: this may exceed `log_bytes`.
+        """
+        kept = [branch for number, branch in self.branches.items() if number in keep or number == self.current]
+        names = len(self.agent.encode()) + len(self.namespace.encode())
+        return _META_BYTES + sum(names + branch.rewritten_bytes() for branch in kept)
+
+    def compaction_due(self, page_bytes: int, keep: Collection[int] | None = None) -> bool:
+        """Whether rewriting pays: a page of dead bytes, and as much dead as alive (so wear stays bounded, P26).
+
+        Args:
+            page_bytes: bytes of a page of all groups.
+            keep: branches still wanted; None: all.
+        """
+        dead = self.dead_bytes_without(self.branches if keep is None else keep)
         return dead >= max(page_bytes, self.log_bytes - dead)
 
     def page_ids(self) -> set[PageId]:
@@ -162,19 +212,6 @@ def apply(
         raise RecordInvalid(str(error), seq=record.seq) from error
 
 
-def replay(
-    records: Iterable[tuple[AgentRecord, int]],
-    *,
-    layouts: Layouts | None = None,
-    full_groups: frozenset[int] | None = None,
-) -> AgentImage | None:
-    """All records of a log, each with its `payload_end`; None when there are none."""
-    image: AgentImage | None = None
-    for record, payload_end in records:
-        image = apply(image, record, payload_end=payload_end, layouts=layouts, full_groups=full_groups)
-    return image
-
-
 def _check(condition: bool, reason: str) -> None:
     if not condition:
         raise ValueError(reason)
@@ -193,22 +230,14 @@ def _apply(
     _check(record.seq == image.seq + 1, f"it follows record {image.seq}")
     _check((record.namespace, record.agent) == (image.namespace, image.agent), "it belongs to another agent")
     kv_bytes = sum(len(segment.tail_kv) for segment in record.segments)
-    branches = dict(image.branches)
-    if record.kind == "flip":
-        _check(record.branch in branches, f"it flips to branch {record.branch}, which does not exist")
-        nothing = not (record.token_ids or record.token_bytes or record.spans or record.text or record.segments)
-        _check(nothing, "a flip appends nothing")
-    else:
-        base = _base(image, record)
-        branches[record.branch] = _next_branch(base, record, payload_end - kv_bytes, layouts, full_groups)
+    changed = _next_branch(_base(image, record), record, payload_end - kv_bytes, layouts, full_groups)
     return replace(
         image,
-        branches=branches,
+        branches={**image.branches, record.branch: changed},
         current=record.branch,
         meta={**image.meta, **record.meta},
         seq=record.seq,
         log_bytes=payload_end,
-        kv_bytes=image.kv_bytes + kv_bytes,
     )
 
 
@@ -266,27 +295,34 @@ def _segments(
     layouts: Layouts | None,
     full_groups: frozenset[int] | None,
 ) -> Iterator[SegmentState]:
-    groups = [delta.group for delta in record.segments]
-    _check(len(set(groups)) == len(groups), "it names a group twice")
-    _check({segment.group for segment in base.segments} <= set(groups), "it leaves out a group")
-    for delta in sorted(record.segments, key=lambda delta: delta.group):
-        old = next((segment for segment in base.segments if segment.group == delta.group), None)
-        before = sum(len(other.tail_kv) for other in record.segments[: groups.index(delta.group)])
-        full = full_groups is None or delta.group in full_groups
-        yield _segment(old, delta, record, kv_offset + before, layouts, full=full)
+    names = [(delta.group, delta.segment) for delta in record.segments]
+    known = {(segment.group, segment.segment): segment for segment in base.segments}
+    _check(len(set(names)) == len(names), "it names a segment twice")
+    _check(known.keys() <= set(names), "it leaves out a segment")
+    for group in {delta.group for delta in record.segments}:
+        if full_groups is None or group in full_groups:
+            _check_full(group, [delta for delta in record.segments if delta.group == group], record)
+    offsets = list(itertools.accumulate((len(delta.tail_kv) for delta in record.segments), initial=kv_offset))
+    for name, delta, offset in sorted(zip(names, record.segments, offsets[:-1], strict=True), key=lambda each: each[0]):
+        yield _segment(known.get(name), delta, offset, layouts)
+
+
+def _check_full(group: int, deltas: list[SegmentDelta], record: AgentRecord) -> None:
+    """All segments of a group together hold every computed token, and keep none beyond the base's."""
+    kept = sum(delta.kept_pages * PAGE_TOKENS + delta.tail_start for delta in deltas)
+    held = sum((delta.kept_pages + len(delta.new_pages)) * PAGE_TOKENS + delta.tail_end for delta in deltas)
+    _check(held == record.computed_tokens, f"group {group}: it holds {held} of {record.computed_tokens} computed")
+    _check(kept <= record.base_tokens, f"group {group}: it keeps KV of {kept} tokens, its base {record.base_tokens}")
 
 
 def _segment(
     old: SegmentState | None,
     delta: SegmentDelta,
-    record: AgentRecord,
     offset: int,
     layouts: Layouts | None,
-    *,
-    full: bool,
 ) -> SegmentState:
     where = f"group {delta.group}: "
-    old = old or SegmentState(delta.group, delta.format_id, (), 0, ())
+    old = old or SegmentState(delta.group, delta.format_id, (), 0, (), delta.segment)
     _check(delta.kept_pages <= len(old.pages), f"{where}it keeps {delta.kept_pages} of {len(old.pages)} pages")
     _check(0 <= delta.tail_start <= delta.tail_end < PAGE_TOKENS, f"{where}tail {delta.tail_start}..{delta.tail_end}")
     if delta.format_id != old.format_id:
@@ -298,6 +334,8 @@ def _segment(
         fragments = tuple(cut_fragments(old.fragments, delta.tail_start))
     for page in delta.new_pages:
         _check(sum(run.tokens for run in page.runs) == PAGE_TOKENS, f"{where}page {page.page_id} is not full")
+    placed = sum(run.tokens for run in delta.tail_runs)
+    _check(placed in (0, delta.tail_end), f"{where}its tail of {delta.tail_end} tokens has {placed} positions")
     added = delta.tail_end - delta.tail_start
     _check(bool(delta.tail_kv) == bool(added), f"{where}{len(delta.tail_kv)} bytes of KV for {added} tokens")
     layout = layouts(delta.group, delta.format_id) if layouts is not None else None
@@ -310,12 +348,9 @@ def _segment(
         new = Fragment(delta.tail_start, delta.tail_end, delta.tail_end, offset, len(delta.tail_kv), checksum)
         fragments += (new,)
     pages = old.pages[: delta.kept_pages] + delta.new_pages
-    if full:
-        held = len(pages) * PAGE_TOKENS + delta.tail_end
-        _check(held == record.computed_tokens, f"{where}it holds {held} of {record.computed_tokens} computed tokens")
-        kept = delta.kept_pages * PAGE_TOKENS + delta.tail_start
-        _check(kept <= record.base_tokens, f"{where}it keeps KV of {kept} tokens, its base {record.base_tokens}")
-    return SegmentState(delta.group, delta.format_id, pages, delta.tail_end, fragments)
+    return SegmentState(
+        delta.group, delta.format_id, pages, delta.tail_end, fragments, delta.segment, tuple(delta.tail_runs)
+    )
 
 
 def cut_fragments(fragments: Iterable[Fragment], tokens: int) -> Iterator[Fragment]:
@@ -323,26 +358,6 @@ def cut_fragments(fragments: Iterable[Fragment], tokens: int) -> Iterator[Fragme
     for fragment in fragments:
         if fragment.start < tokens:
             yield fragment if fragment.upto <= tokens else replace(fragment, upto=tokens)
-
-
-def cut_spans(spans: Iterable[Span], text_bytes: int) -> Iterator[Span]:
-    """Spans of a text cut to its first `text_bytes` bytes."""
-    for span in spans:
-        if text_bytes <= 0:
-            return
-        yield span if span.text_bytes <= text_bytes else Span(span.kind, text_bytes)
-        text_bytes -= span.text_bytes
-
-
-def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Join neighbours of one kind and leave out empty ones."""
-    merged: list[Span] = []
-    for span in spans:
-        if merged and merged[-1].kind == span.kind:
-            merged[-1] = Span(span.kind, merged[-1].text_bytes + span.text_bytes)
-        elif span.text_bytes:
-            merged.append(span)
-    return tuple(merged)
 
 
 __all__ = [
@@ -353,7 +368,4 @@ __all__ = [
     "SegmentState",
     "apply",
     "cut_fragments",
-    "cut_spans",
-    "merge_spans",
-    "replay",
 ]

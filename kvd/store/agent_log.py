@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -34,6 +34,9 @@ from kvd.store.record_codec import MAX_RECORD_BYTES
 MAGIC: Final = b"\xffKVL"
 FRAME: Final = struct.Struct("<4sII16s")
 _CHAINED: Final = struct.Struct("<II")
+Payload = tuple[bytes, ...]
+"""A frame's payload in parts that follow one another, so that KV is not copied to be written."""
+
 _SEQ_WINDOW: Final = 1 << 20
 """How far ahead of the expected number a frame that follows damage may be."""
 
@@ -95,35 +98,32 @@ class LogScan:
     checksum: bytes
     damage: LogDamage | None
 
-    @property
-    def torn_bytes(self) -> int:
-        """Bytes of an unfinished append at the end."""
-        return self.damage.lost_bytes if self.damage is not None and self.damage.kind == "torn" else 0
-
 
 def log_seed(fingerprint: str, name: str) -> bytes:
     """What the first frame's checksum continues: binds a log to its model and its file name."""
     return xxhash.xxh3_128(f"kvd agent log 1\0{fingerprint}\0{name}".encode()).digest()
 
 
-def chain_checksum(length: int, seq: int, payload: bytes | memoryview, previous: bytes) -> bytes:
-    """xxh3_128 over length, seq, payload and the previous frame's checksum."""
+def chain_checksum(length: int, seq: int, parts: Iterable[bytes | memoryview], previous: bytes) -> bytes:
+    """xxh3_128 over length, seq, payload (in parts) and the previous frame's checksum."""
     digest = xxhash.xxh3_128(_CHAINED.pack(length, seq))
-    digest.update(payload)
+    for part in parts:
+        digest.update(part)
     digest.update(previous)
     return digest.digest()
 
 
-def frame_header(seq: int, payload: bytes, previous: bytes) -> tuple[bytes, bytes]:
+def frame_header(seq: int, parts: Payload, previous: bytes) -> tuple[bytes, bytes]:
     """The frame's first 28 bytes and its checksum.
 
     Raises:
         RecordInvalid: the payload is too long, or `seq` does not fit.
     """
-    if len(payload) > MAX_RECORD_BYTES or not 0 < seq < 1 << 32:
-        raise RecordInvalid(f"a payload of {len(payload)} bytes", seq=seq)
-    checksum = chain_checksum(len(payload), seq, payload, previous)
-    return FRAME.pack(MAGIC, len(payload), seq, checksum), checksum
+    payload_bytes = sum(map(len, parts))
+    if payload_bytes > MAX_RECORD_BYTES or not 0 < seq < 1 << 32:
+        raise RecordInvalid(f"a payload of {payload_bytes} bytes", seq=seq)
+    checksum = chain_checksum(payload_bytes, seq, parts, previous)
+    return FRAME.pack(MAGIC, payload_bytes, seq, checksum), checksum
 
 
 def scan_log(data: bytes, seed: bytes) -> LogScan:
@@ -156,7 +156,7 @@ def _frame_at(view: memoryview, at: int, previous: bytes) -> tuple[LogFrame | No
     if start + length > len(view):
         return None, "length"
     payload = view[start : start + length]
-    if chain_checksum(length, seq, payload, previous) != checksum:
+    if chain_checksum(length, seq, (payload,), previous) != checksum:
         return None, "checksum"
     return LogFrame(at, seq, start, payload, checksum), ""
 
@@ -182,7 +182,7 @@ def _frame_follows(data: bytes, bad: int, expected_seq: int) -> bool:
         _, length, seq, stored = FRAME.unpack_from(data, at)
         end = at + FRAME.size + length
         payload = view[at + FRAME.size : end]
-        if end == len(data) or any(chain_checksum(length, seq, payload, known) == stored for known in candidates):
+        if end == len(data) or any(chain_checksum(length, seq, (payload,), known) == stored for known in candidates):
             return True
         candidates = {*sorted(candidates)[:4], stored}
     return False
@@ -218,7 +218,7 @@ class AgentLog:
         self.checksum = seed if scan is None else scan.checksum
         self._name_durable = scan is not None and name_durable
 
-    def append(self, seq: int, payload: bytes) -> int:
+    def append(self, seq: int, payload: Payload) -> int:
         """Add a frame; when this returns it survives a loss of power.
 
         When it raises, the log's good part is unchanged; bytes that a failed append may have left are cut off at once
@@ -241,8 +241,8 @@ class AgentLog:
             if file_bytes > self.good_bytes:
                 self._fs.truncate(handle, self.good_bytes)
             try:
-                self._fs.write(handle, header)
-                self._fs.write(handle, payload)
+                for part in (header, *payload):
+                    self._fs.write(handle, part)
                 self._fs.fsync(handle)
                 if not self._name_durable:
                     self._fs.fsync_dir(self.path.parent)
@@ -254,31 +254,31 @@ class AgentLog:
             self._fs.close(handle)
         self._name_durable = True
         place = self.good_bytes + FRAME.size
-        self.good_bytes += FRAME.size + len(payload)
+        self.good_bytes += FRAME.size + sum(map(len, payload))
         self.checksum = checksum
         return place
 
-    def replace(self, records: Iterable[tuple[int, bytes]]) -> LogScan:
+    def replace(self, records: Iterable[tuple[int, Payload]]) -> None:
         """Compaction: put a new log in the old one's place, all or nothing.
 
         Args:
-            records: number and payload of each frame.
-
-        Returns:
-            The new log as it would be read.
+            records: number and payload of each frame; taken one by one, so that no two need be in memory. What the
+                iterator raises leaves the old log.
 
         Raises:
             OSError: the disk refused; the old log or (once renamed) the whole new one is there: the caller reads it.
         """
-        parts: list[bytes] = []
-        previous = self._seed
-        for seq, payload in records:
-            header, previous = frame_header(seq, payload, previous)
-            parts += [header, payload]
-        write_file(self._fs, self.path, parts)
-        scan = scan_log(b"".join(parts), self._seed)
-        self.good_bytes, self.checksum, self._name_durable = scan.good_bytes, scan.checksum, True
-        return scan
+        checksum = self._seed
+
+        def parts() -> Iterator[bytes]:
+            nonlocal checksum
+            for seq, payload in records:
+                header, checksum = frame_header(seq, payload, checksum)
+                yield header
+                yield from payload
+
+        self.good_bytes = write_file(self._fs, self.path, parts())
+        self.checksum, self._name_durable = checksum, True
 
 
 __all__ = [
@@ -288,6 +288,7 @@ __all__ = [
     "LogDamage",
     "LogFrame",
     "LogScan",
+    "Payload",
     "chain_checksum",
     "frame_header",
     "log_seed",

@@ -233,12 +233,6 @@ def open_catalog(fs: FileSystem, path: Path, fingerprint: str) -> tuple[Catalog,
     return catalog, CatalogContents({}, {}, {}, 0), (f"catalog made anew: {reason}",)
 
 
-def catalog_bytes(fs: FileSystem, path: Path) -> int:
-    """Bytes the catalog's files take."""
-    found = (fs.stat(path.with_name(path.name + suffix)) for suffix in _FILES)
-    return sum(stat.file_bytes for stat in found if stat is not None)
-
-
 def _connect(fs: FileSystem, path: Path) -> sqlite3.Connection:
     real = fs.database_path(path)
     if fs.stat(path) is None:
@@ -283,6 +277,5 @@ __all__ = [
     "Catalog",
     "CatalogContents",
     "PageRow",
-    "catalog_bytes",
     "open_catalog",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvd.ids import PageId
 from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, PageRow, open_catalog
@@ -27,16 +27,24 @@ class CatalogKeeper:
         folder, fingerprint, fs: where it lies.
         known: what a new catalog is filled with.
         facts: is told what a person should know.
+        keep_logs: says names of logs whose rows stay although nobody knows their agents.
     """
 
     def __init__(
-        self, folder: DataFolder, fingerprint: str, fs: FileSystem, known: Known, facts: Callable[[str], None]
+        self,
+        folder: DataFolder,
+        fingerprint: str,
+        fs: FileSystem,
+        known: Known,
+        facts: Callable[[str], None],
+        keep_logs: Callable[[], Collection[str]],
     ) -> None:
         self._path = folder.catalog_path(fingerprint)
         self._fingerprint = fingerprint
         self._fs = fs
         self._known = known
         self._facts = facts
+        self._keep_logs = keep_logs
         self._catalog: Catalog | None = None
         self._uncommitted = False
         self.renew()
@@ -90,8 +98,10 @@ class CatalogKeeper:
                 if page_id not in contents.pages or contents.pages[page_id].file_bytes != file_bytes:
                     catalog.put_page(PageRow.of(header, file_bytes=file_bytes, created_s=time.time()))
             present = {(row.namespace, row.agent) for row in agents}
-            for namespace, agent in contents.agents.keys() - present:
-                catalog.drop_agent(namespace, agent)
+            kept = self._keep_logs()
+            for ref, stored in contents.agents.items():
+                if ref not in present and stored.log_name not in kept:
+                    catalog.drop_agent(*ref)
             for row in agents:
                 old = contents.agents.get((row.namespace, row.agent))
                 if old is None or (old.seq, old.log_checksum) != (row.seq, row.log_checksum):

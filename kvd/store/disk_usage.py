@@ -7,6 +7,7 @@ others may put files there too. May import siblings of kvd.store.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,9 @@ from kvd.store.swap_dir import prune_quarantine
 
 _RECOUNT_EVERY: Final = 512
 """Admissions between two counts of the folder (a count of 10 000 files takes tens of milliseconds)."""
+
+_REFUSED_FOR_S: Final = 1.0
+"""How long a refusal stands without another count, unless something was deleted: many writes are refused in a row."""
 
 
 CATALOG_GROWTH_BYTES: Final = 384 * 1024
@@ -37,12 +41,23 @@ class DiskUsage:
         other_bytes: everything else under the root.
     """
 
-    def __init__(self, folder: DataFolder, fingerprint: str, fs: FileSystem, quota_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: DataFolder,
+        fingerprint: str,
+        fs: FileSystem,
+        quota_bytes: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
         self._fs = fs
         self.quota_bytes = quota_bytes
+        self._clock = clock
         self._admissions = 0
+        self._refused_bytes = 0  # used when the last admission was refused
+        self._refused_until_s = 0.0
         self.swap_bytes = self.log_bytes = self.quarantine_bytes = self.other_bytes = 0
         self.recount()
 
@@ -58,12 +73,12 @@ class DiskUsage:
         self.quarantine_bytes = folder_bytes(self._fs, self._folder.quarantine_folder(self._fingerprint))
         self.other_bytes = self._folder.used_bytes() - self.swap_bytes - self.log_bytes - self.quarantine_bytes
 
-    def admit(self, wanted_bytes: int, delete_orphans: Callable[[], None]) -> None:
+    def admit(self, wanted_bytes: int, delete_orphans: Callable[[], None] | None) -> None:
         """Return when `wanted_bytes` more fit the quota; orphans and quarantine make room first.
 
         Args:
             wanted_bytes: bytes about to be written.
-            delete_orphans: removes files that nobody names.
+            delete_orphans: removes files that nobody names; None when nothing may be deleted, quarantine included.
 
         Raises:
             QuotaExceeded: they do not fit; nothing may be written.
@@ -73,16 +88,22 @@ class DiskUsage:
             self.recount()
         if self._fits(wanted_bytes):
             return
+        if self._clock() < self._refused_until_s and self.used_bytes >= self._refused_bytes:
+            raise self._refusal(wanted_bytes)
         self.recount()
-        if not self._fits(wanted_bytes):
+        if delete_orphans is not None and not self._fits(wanted_bytes):
             delete_orphans()
             self.recount()
-        if not self._fits(wanted_bytes):
+        if delete_orphans is not None and not self._fits(wanted_bytes):
             over = self.used_bytes + wanted_bytes + catalog_reserve_bytes(self.quota_bytes) - self.quota_bytes
             prune_quarantine(self._fs, self._folder.quarantine_folder(self._fingerprint), wanted_bytes=over)
             self.recount()
         if not self._fits(wanted_bytes):
-            raise QuotaExceeded(used_bytes=self.used_bytes, wanted_bytes=wanted_bytes, quota_bytes=self.quota_bytes)
+            self._refused_bytes, self._refused_until_s = self.used_bytes, self._clock() + _REFUSED_FOR_S
+            raise self._refusal(wanted_bytes)
+
+    def _refusal(self, wanted_bytes: int) -> QuotaExceeded:
+        return QuotaExceeded(used_bytes=self.used_bytes, wanted_bytes=wanted_bytes, quota_bytes=self.quota_bytes)
 
     def _fits(self, wanted_bytes: int) -> bool:
         return self.used_bytes + wanted_bytes + catalog_reserve_bytes(self.quota_bytes) <= self.quota_bytes

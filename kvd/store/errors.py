@@ -2,7 +2,9 @@
 
     EnvironmentFault
     ├── DiskFault            a system call failed (full, read-only, I/O error); `errno`, `path`
+    │   └── LogUnreadable    the disk refused to read the agent's log at start; it is kept as it is
     ├── QuotaExceeded        the write would pass the disk quota; both figures
+    ├── DataFolderExposed    not a folder of kvd's, not empty, and readable by others
     ├── DataFolderLocked     another daemon holds the folder; `pid`
     ├── DataFolderTooNew     written by a newer kvd; both versions
     ├── DataFolderMalformed  VERSION is not a version
@@ -40,6 +42,35 @@ class DiskFault(EnvironmentFault):
             path=path,
             errno=code,
             errno_name=errno_names.errorcode.get(code, ""),
+        )
+
+
+class LogUnreadable(DiskFault):
+    """The agent has a log that could not be read at start. It is neither served nor replaced nor deleted."""
+
+    name = "log_unreadable"
+
+    def __init__(self, *, agent: str, path: str) -> None:
+        EnvironmentFault.__init__(
+            self,
+            f"The log of agent {agent!r} could not be read when kvd started. Check the disk that holds the data folder "
+            "and restart kvd; the log is kept.",
+            agent=agent,
+            path=path,
+        )
+
+
+class DataFolderExposed(EnvironmentFault):
+    """The folder is not kvd's, holds files, and others may read it. Its mode is not ours to change: untouched."""
+
+    name = "data_folder_exposed"
+
+    def __init__(self, *, path: str, mode: int) -> None:
+        super().__init__(
+            f"{path} holds files that are not kvd's and is open to others (mode {mode:o}). Use a folder of its own, "
+            f"such as {path}/kvd, or run `chmod 700 {path}` first.",
+            path=path,
+            mode=f"{mode:o}",
         )
 
 
@@ -191,15 +222,17 @@ class PageNotDurable(InternalError):
 
 
 class PageReferenced(InternalError):
-    """A log still names the page, so its file stays."""
+    """A log still names the page, or one that could not be read may do so; its file stays."""
 
     name = "page_referenced"
 
-    def __init__(self, *, page_id: str, references: int) -> None:
+    def __init__(self, *, page_id: str, references: int, unreadable_logs: int = 0) -> None:
         super().__init__(
-            f"Page {page_id} is named by {references} agents' logs and was not deleted.",
+            f"Page {page_id} is named by {references} agents' logs, {unreadable_logs} logs could not be read: "
+            "it was not deleted.",
             page_id=page_id,
             references=references,
+            unreadable_logs=unreadable_logs,
         )
 
 
@@ -215,12 +248,14 @@ class FormatUnknown(InternalError):
 
 
 __all__ = [
+    "DataFolderExposed",
     "DataFolderLocked",
     "DataFolderMalformed",
     "DataFolderTooNew",
     "DiskFault",
     "FormatUnknown",
     "LogCorrupt",
+    "LogUnreadable",
     "LogVanished",
     "PageCorrupt",
     "PageMissing",

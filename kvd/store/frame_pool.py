@@ -204,7 +204,7 @@ class FramePool:
         """The whole payload, an owned copy."""
         return self._frame(frame).octets.tobytes()
 
-    def fill(self, frame: FrameId, payload: bytes) -> None:
+    def fill(self, frame: FrameId, payload: bytes | memoryview) -> None:
         """Overwrite the whole frame.
 
         Raises:
@@ -224,7 +224,7 @@ class FramePool:
         _check_range(start, end)
         return b"".join(tensor[:, start:end].tobytes() for tensor in self._frame(frame).tensors)
 
-    def insert(self, frame: FrameId, start: int, end: int, data: bytes, upto: int | None = None) -> None:
+    def insert(self, frame: FrameId, start: int, end: int, data: bytes | memoryview, upto: int | None = None) -> None:
         """Write a fragment back.
 
         Args:

@@ -24,7 +24,7 @@ from typing import Final
 
 from kvd.errors import InvalidParams
 from kvd.ids import PageId
-from kvd.store.errors import DataFolderLocked, DataFolderMalformed, DataFolderTooNew
+from kvd.store.errors import DataFolderExposed, DataFolderLocked, DataFolderMalformed, DataFolderTooNew
 from kvd.store.fs import FileHandle, FileSystem, folder_bytes, make_folder, write_file
 
 FORMAT_VERSION: Final = 1
@@ -50,9 +50,10 @@ class DataFolder:
         self._lock: FileHandle | None = None
 
     def open(self) -> None:
-        """Make, check and lock the folder. A folder without VERSION is initialised even if foreign files are in it.
+        """Make, check and lock the folder. A private folder without VERSION is initialised, whatever else is in it.
 
         Raises:
+            DataFolderExposed: it has no VERSION, holds files and is open to others; untouched.
             DataFolderTooNew: a newer kvd wrote it; untouched.
             DataFolderMalformed: VERSION is not a number; untouched.
             DataFolderLocked: another process has it; untouched.
@@ -61,7 +62,7 @@ class DataFolder:
         version = self.version()
         if version is not None and version > FORMAT_VERSION:
             raise DataFolderTooNew(path=str(self.root), found=version, supported=FORMAT_VERSION)
-        make_folder(self.fs, self.root)
+        self._make_root(version)
         self._take_lock()
         try:
             if version is None:
@@ -81,11 +82,13 @@ class DataFolder:
         """Make the folder again after somebody removed it under a running daemon, and lock it again.
 
         Raises:
+            DataFolderExposed: another folder is in its place, see `open`.
             DataFolderLocked: another process took it meanwhile.
             OSError: the disk refused.
         """
-        make_folder(self.fs, self.root)
-        if self.fs.stat(self.root / "VERSION") is None:
+        version = self.version()
+        self._make_root(version)
+        if version is None:
             if self._lock is not None:  # the lock was on a file that has no name any more
                 self.close()
                 self._take_lock()
@@ -152,6 +155,14 @@ class DataFolder:
             self.quarantine_folder(fingerprint),
         ):
             make_folder(self.fs, path)
+
+    def _make_root(self, version: int | None) -> None:
+        """Make the root. The mode of a folder with other people's files in it is not ours to change (P37)."""
+        found = self.fs.stat(self.root)
+        exposed = found is not None and found.is_folder and bool(found.mode & 0o077)
+        if found is not None and exposed and version is None and self.fs.listdir(self.root):
+            raise DataFolderExposed(path=str(self.root), mode=found.mode)
+        make_folder(self.fs, self.root)
 
     def _take_lock(self) -> None:
         path = self.root / "daemon.lock"

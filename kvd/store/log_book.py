@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -16,12 +16,12 @@ import xxhash
 from kvd.errors import AgentNotFound
 from kvd.ids import PageId
 from kvd.store.agent_image import AgentImage, Fragment, Layouts, apply
-from kvd.store.agent_log import FRAME, AgentLog, LogScan, log_seed, scan_log
+from kvd.store.agent_log import FRAME, AgentLog, LogScan, Payload, log_seed, scan_log
 from kvd.store.catalog import AgentRow
-from kvd.store.errors import FormatUnknown, LogCorrupt, LogVanished, PageNotDurable, RecordInvalid
+from kvd.store.errors import FormatUnknown, LogCorrupt, LogUnreadable, LogVanished, PageNotDurable, RecordInvalid
 from kvd.store.fs import FileSystem
 from kvd.store.layout import DataFolder
-from kvd.store.record_codec import decode_record, encode_record
+from kvd.store.record_codec import decode_record, encode_parts
 from kvd.store.records import AgentRecord
 from kvd.store.recovery_report import AgentRef, RecoveryReport, agent_row
 from kvd.store.snapshot import join_tail, snapshot_records
@@ -35,10 +35,17 @@ Admit = Callable[[int], None]
 class _Entry:
     image: AgentImage
     log: AgentLog
+    unsure: bool = False
+    """A compaction failed at its end and nobody could read since which of the two logs is there."""
 
 
 class LogBook:
-    """Logs and images of all agents. `append`, `compact`, `delete` and `forget_lost` are the only mutators."""
+    """Logs and images of all agents. `append`, `compact`, `delete` and `forget_lost` are the only mutators.
+
+    Attributes:
+        unreadable: names of logs that the disk refused to read at start. What they name is unknown: while there is one,
+            no page may be deleted.
+    """
 
     def __init__(
         self,
@@ -59,6 +66,7 @@ class LogBook:
         self._entries: dict[AgentRef, _Entry] = {}
         self._references: Counter[PageId] = Counter()
         self._names_unsettled = False
+        self.unreadable = set(recovered.unreadable)
         for ref, image in recovered.agents.items():
             self._put(ref, image, self._open(ref, recovered.logs[ref]))
 
@@ -88,27 +96,26 @@ class LogBook:
             admit: the quota.
 
         Raises:
-            RecordInvalid, PageNotDurable, QuotaExceeded: nothing was written.
+            RecordInvalid, PageNotDurable, QuotaExceeded, LogUnreadable: nothing was written.
             LogVanished: committed bytes are gone; what is left is in quarantine and the agent is unknown from now on.
             OSError: the disk refused; the log is as before.
         """
         ref = (record.namespace, record.agent)
-        entry = self._entries.get(ref)
-        payload = encode_record(record)
+        entry = self._sure(ref)
+        payload = encode_parts(record)
+        frame_bytes = FRAME.size + sum(map(len, payload))
         log = entry.log if entry is not None else self._new_log(ref)
-        end = log.good_bytes + FRAME.size + len(payload)
         image = apply(
             entry.image if entry is not None else None,
             record,
-            payload_end=end,
+            payload_end=log.good_bytes + frame_bytes,
             layouts=self._layouts,
             full_groups=self._full_groups,
         )
-        if record.kind != "flip":
-            absent = tuple(sorted(page for page in image.branch.page_ids() if page not in durable))
-            if absent:
-                raise PageNotDurable(page_ids=absent)
-        admit(FRAME.size + len(payload))
+        absent = tuple(sorted(page for page in image.branch.page_ids() if page not in durable))
+        if absent:
+            raise PageNotDurable(page_ids=absent)
+        admit(frame_bytes)
         try:
             log.append(record.seq, payload)
         except LogVanished:
@@ -118,50 +125,67 @@ class LogBook:
         return image
 
     def compact(self, ref: AgentRef, keep: frozenset[int] | None, admit: Admit) -> AgentImage:
-        """Rewrite a log as snapshots; all or nothing.
+        """Rewrite a log as snapshots, one branch in memory at a time; all or nothing.
+
+        A branch other than the current one whose tail is rotten is cut to its last page border.
 
         Raises:
             AgentNotFound: no such agent.
-            LogCorrupt, FormatUnknown: a tail cannot be read; the log is as before.
+            LogCorrupt, FormatUnknown: the current branch's tail cannot be read; the log is as before.
             QuotaExceeded: the log is as before.
             OSError: the log is as before, or the new one, not durable yet; `settle` makes it so.
         """
         entry = self._entry(ref)
-        records = list(
-            snapshot_records(entry.image, lambda branch, group: self.read_tail(ref, branch, group), keep=keep)
-        )
-        frames = [(record.seq, encode_record(record)) for record in records]
-        admit(sum(FRAME.size + len(payload) for _, payload in frames))
+        admit(entry.image.rewritten_bytes(entry.image.branches if keep is None else keep))
+        images: list[AgentImage] = []
         try:
-            scan = entry.log.replace(frames)
+            entry.log.replace(self._snapshots(ref, entry.image, keep, images))
         except OSError:
+            entry.unsure = True
             with contextlib.suppress(OSError, RecordInvalid):
-                self._reread(ref)
+                self._sure(ref)
             raise
-        image = self._replay(scan)
-        self._put(ref, image, entry.log)
-        return image
+        self._put(ref, images[-1], entry.log)
+        return images[-1]
 
-    def read_tail(self, ref: AgentRef, branch: int, group: int) -> bytes:
+    def _snapshots(
+        self, ref: AgentRef, old: AgentImage, keep: frozenset[int] | None, images: list[AgentImage]
+    ) -> Iterator[tuple[int, Payload]]:
+        """Frames of the compacted log; `images` ends with the agent as they say."""
+        image, end = None, 0
+        path = self._folder.log_path(self._fingerprint, *ref)
+        for record in snapshot_records(
+            old,
+            lambda branch, group, segment: self.read_tail(ref, branch, group, segment),
+            keep=keep,
+            on_cut=lambda branch: self._facts(f"log {path.name}: the tail of branch {branch} is rotten and was let go"),
+        ):
+            payload = encode_parts(record)
+            end += FRAME.size + sum(map(len, payload))
+            image = apply(image, record, payload_end=end, layouts=self._layouts, full_groups=self._full_groups)
+            images[:] = [image]
+            yield record.seq, payload
+
+    def read_tail(self, ref: AgentRef, branch: int, group: int, segment: int = 0) -> bytes:
         """Tail KV of a branch, in layout order; empty when it has none.
 
         Raises:
-            AgentNotFound: no such agent, branch or group.
+            AgentNotFound: no such agent, branch or segment.
             FormatUnknown: no layout for its format.
             LogCorrupt: the bytes are not what was committed.
             OSError: the disk refused.
         """
         entry = self._entry(ref)
         try:
-            segment = entry.image.branches[branch].segment(group)
+            state = entry.image.branches[branch].segment(group, segment)
         except KeyError as error:
-            raise AgentNotFound(f"Agent {ref[1]!r} has no branch {branch} with group {group}.") from error
-        if not segment.fragments:
+            raise AgentNotFound(f"Agent {ref[1]!r} has no branch {branch} with segment {group}.{segment}.") from error
+        if not state.fragments:
             return b""
-        layout = self._layouts(group, segment.format_id)
+        layout = self._layouts(group, state.format_id)
         if layout is None:
-            raise FormatUnknown(group=group, format_id=segment.format_id)
-        return join_tail(segment, layout, lambda fragment: self._fragment(entry.log, fragment))
+            raise FormatUnknown(group=group, format_id=state.format_id)
+        return join_tail(state, layout, lambda fragment: self._fragment(entry.log, fragment))
 
     def delete(self, ref: AgentRef) -> int:
         """Delete a log and forget its agent; the deletion is durable when this returns.
@@ -175,6 +199,7 @@ class LogBook:
             self._fs.unlink(path)
             self._fs.fsync_dir(path.parent)
         self._drop(ref)
+        self.unreadable.discard(path.name)
         return 0 if found is None else found.file_bytes
 
     def settle(self) -> None:
@@ -195,23 +220,39 @@ class LogBook:
             if found is None or found.file_bytes < entry.log.good_bytes:
                 self._lose(ref)
                 lost.append(ref)
+        folder = self._folder.agents_folder(self._fingerprint)
+        self.unreadable = {name for name in self.unreadable if self._fs.stat(folder / name) is not None}
         return lost
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
     def _entry(self, ref: AgentRef) -> _Entry:
-        entry = self._entries.get(ref)
+        entry = self._sure(ref)
         if entry is None:
             raise AgentNotFound(f"There is no agent {ref[1]!r} in namespace {ref[0]!r}.")
         return entry
+
+    def _sure(self, ref: AgentRef) -> _Entry | None:
+        """The entry, with the log that is there; OSError when that cannot be told now (nothing may be written then)."""
+        entry = self._entries.get(ref)
+        if entry is not None and entry.unsure:
+            self._reread(ref)
+            self._entries[ref].unsure = False
+        return self._entries.get(ref)
 
     def _open(self, ref: AgentRef, scan: LogScan | None, *, name_durable: bool = True) -> AgentLog:
         path = self._folder.log_path(self._fingerprint, *ref)
         return AgentLog(self._fs, path, log_seed(self._fingerprint, path.name), scan, name_durable=name_durable)
 
     def _new_log(self, ref: AgentRef) -> AgentLog:
-        """A log for an agent that has none; a file that is there anyway (unreadable at start) is put aside."""
+        """A log for an agent that has none; a file that is there anyway is put aside.
+
+        Raises:
+            LogUnreadable: it has one that could not be read at start, and which is as good as it ever was.
+        """
         log = self._open(ref, None)
+        if log.path.name in self.unreadable:
+            raise LogUnreadable(agent=ref[1], path=str(log.path))
         found = self._fs.stat(log.path)
         if found is not None and found.file_bytes:
             self._put_aside(log)
@@ -250,7 +291,7 @@ class LogBook:
     def _fragment(self, log: AgentLog, fragment: Fragment) -> bytes:
         try:
             data = self._fs.read(log.path, offset=fragment.offset, limit=fragment.kv_bytes)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             data = b""
         if len(data) != fragment.kv_bytes or xxhash.xxh3_128_digest(data) != fragment.checksum:
             reason = "length" if len(data) != fragment.kv_bytes else "checksum"

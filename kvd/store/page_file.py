@@ -45,7 +45,7 @@ class PageHeader:
         group: cache group.
         format_id: page format.
         runs: positions of the tokens.
-        numerics: numerics version and backend that computed it.
+        numerics: version of the arithmetic and of the codec that computed it.
         page_tokens: tokens of the page.
     """
 

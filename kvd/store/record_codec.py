@@ -31,15 +31,23 @@ T = TypeVar("T")
 
 
 def encode_record(record: AgentRecord) -> bytes:
-    """The record as msgpack; its last bytes are the tail KV of all segments in order.
+    """The record in one piece. See `encode_parts`."""
+    return b"".join(encode_parts(record))
+
+
+def encode_parts(record: AgentRecord) -> tuple[bytes, ...]:
+    """The record as msgpack, in parts that follow one another; the last ones are the tail KV of each segment, uncopied.
 
     Raises:
         RecordInvalid: it exceeds a bound or holds what msgpack cannot carry.
     """
+    kv = [segment.tail_kv for segment in record.segments if segment.tail_kv]
+    kv_bytes = sum(map(len, kv))
     try:
         meta = msgpack.packb(record.meta, use_bin_type=True)
-        data: bytes = msgpack.packb(
-            [
+        fields = b"".join(
+            msgpack.packb(field, use_bin_type=True)
+            for field in (
                 RECORD_VERSION,
                 record.seq,
                 record.agent,
@@ -58,28 +66,41 @@ def encode_record(record: AgentRecord) -> bytes:
                 float(record.time_s),
                 record.numerics,
                 meta,
-                b"".join([segment.tail_kv for segment in record.segments]),
-            ],
-            use_bin_type=True,
+            )
         )
+        head = msgpack.Packer().pack_array_header(_FIELDS) + fields + _pack_bin_head(kv_bytes)
     except (TypeError, ValueError, OverflowError, struct.error) as error:
         raise RecordInvalid(f"it cannot be encoded ({error})", seq=record.seq) from error
-    if len(meta) > MAX_META_BYTES or len(data) > MAX_RECORD_BYTES:
-        raise RecordInvalid(f"it is {len(data)} bytes with {len(meta)} bytes of meta", seq=record.seq)
-    return data
+    record_bytes = len(head) + kv_bytes
+    if len(meta) > MAX_META_BYTES or record_bytes > MAX_RECORD_BYTES:
+        raise RecordInvalid(f"it is {record_bytes} bytes with {len(meta)} bytes of meta", seq=record.seq)
+    return head, *kv
 
 
 def _pack_segment(segment: SegmentDelta) -> list[object]:
-    pages = [[page.page_id, page.key, [[run.start, run.tokens] for run in page.runs]] for page in segment.new_pages]
+    pages = [[page.page_id, page.key, _pack_runs(page.runs)] for page in segment.new_pages]
     return [
         segment.group,
+        segment.segment,
         segment.format_id,
         segment.kept_pages,
         pages,
         segment.tail_start,
         segment.tail_end,
+        _pack_runs(segment.tail_runs),
         len(segment.tail_kv),
     ]
+
+
+def _pack_runs(runs: tuple[PositionRun, ...]) -> list[list[int]]:
+    return [[run.start, run.tokens] for run in runs]
+
+
+def _pack_bin_head(length: int) -> bytes:
+    """What msgpack puts before `length` bytes."""
+    if length < 1 << 8:
+        return struct.pack(">BB", 0xC4, length)
+    return struct.pack(">BH", 0xC5, length) if length < 1 << 16 else struct.pack(">BI", 0xC6, length)
 
 
 def decode_record(payload: bytes | memoryview) -> AgentRecord:
@@ -145,7 +166,7 @@ def _record(fields: list[Any]) -> AgentRecord:
 
 def _segment(packed: Any, kv: memoryview, at: int) -> tuple[SegmentDelta, int]:  # noqa: ANN401
     """One segment and where the next one's KV starts."""
-    group, format_id, kept, pages, tail_start, tail_end, kv_bytes = _is(list, packed)
+    group, index, format_id, kept, pages, tail_start, tail_end, tail_runs, kv_bytes = _is(list, packed)
     end = at + _count(kv_bytes)
     if end > len(kv):
         raise ValueError("KV beyond the record's end")
@@ -154,7 +175,7 @@ def _segment(packed: Any, kv: memoryview, at: int) -> tuple[SegmentDelta, int]: 
         lambda page: PageEntry(
             PageId(_is(str, page[0])),
             PageKey(_is(str, page[1])),
-            _each(page[2], lambda run: PositionRun(_count(run[0]), _count(run[1]))),
+            _runs(page[2]),
         ),
     )
     segment = SegmentDelta(
@@ -165,8 +186,14 @@ def _segment(packed: Any, kv: memoryview, at: int) -> tuple[SegmentDelta, int]: 
         tail_start=_count(tail_start),
         tail_end=_count(tail_end),
         tail_kv=bytes(kv[at:end]),
+        segment=_count(index),
+        tail_runs=_runs(tail_runs),
     )
     return segment, end
+
+
+def _runs(value: Any) -> tuple[PositionRun, ...]:  # noqa: ANN401
+    return _each(value, lambda run: PositionRun(_count(run[0]), _count(run[1])))
 
 
 def _is(kind: type[T], value: Any) -> T:  # noqa: ANN401
@@ -199,4 +226,4 @@ def _each(value: Any, make: Callable[[Any], T]) -> tuple[T, ...]:  # noqa: ANN40
     return tuple(make(item) for item in _is(list, value))
 
 
-__all__ = ["MAX_META_BYTES", "MAX_RECORD_BYTES", "RECORD_VERSION", "decode_record", "encode_record"]
+__all__ = ["MAX_META_BYTES", "MAX_RECORD_BYTES", "RECORD_VERSION", "decode_record", "encode_parts", "encode_record"]

@@ -1,4 +1,4 @@
-"""The delta log's record: one turn (or fork, rollback, snapshot) of one agent, as plain data.
+"""The delta log's record: one turn (or rollback, snapshot) of one agent, as plain data.
 
 A record says how one branch of an agent changed. Replaying all records of a log gives the agent: `AgentImage` in
 `kvd.store.agent_image`. Tail KV travels as *fragments*: bytes of tokens [start, end) of the open page, sliced from the
@@ -15,7 +15,7 @@ from typing import Literal
 from kvd.ids import PageId, PageKey
 from kvd.vm.text import Span
 
-RecordKind = Literal["create", "turn", "rollback", "fork", "snapshot", "flip"]
+RecordKind = Literal["create", "turn", "rollback", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PageEntry:
 
 @dataclass(frozen=True, slots=True)
 class SegmentDelta:
-    """How one segment changed.
+    """How one segment changed. A cache group of one precision has exactly segment 0.
 
     Attributes:
         group: cache group.
@@ -47,6 +47,9 @@ class SegmentDelta:
         tail_start: first token (inside the open page) the fragment holds; 0 when a new page was opened.
         tail_end: tokens of the open page after this record; `tail_end == 0` means no open page.
         tail_kv: the fragment, tokens [tail_start, tail_end) of the open page.
+        segment: index inside the group.
+        tail_runs: positions of all tokens of the open page after this record; empty when they follow the sealed pages
+            without a gap.
     """
 
     group: int
@@ -56,6 +59,8 @@ class SegmentDelta:
     tail_start: int
     tail_end: int
     tail_kv: bytes
+    segment: int = 0
+    tail_runs: tuple[PositionRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,9 @@ class AgentRecord:
         spans: spans appended (a first span of the same kind as the base's last one continues it).
         text: UTF-8 bytes appended.
         computed_tokens: tokens with KV after this record; `len(tokens) - computed_tokens` is 0 or 1 (pending).
-        segments: one per cache group.
+        segments: one per segment of each cache group.
         time_s: wall clock, seconds since the epoch (for people only).
-        numerics: numerics version and backend of the KV.
+        numerics: version of the arithmetic and of the codec that computed the KV.
         meta: small extra facts (`named`: bool, `pinned`: bool, `formats`…); the last record's wins key by key.
     """
 

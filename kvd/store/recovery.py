@@ -19,8 +19,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kvd.ids import PageId
 from kvd.store.agent_image import AgentImage, Layouts, apply
@@ -34,6 +36,8 @@ from kvd.store.record_codec import decode_record
 from kvd.store.records import PageEntry
 from kvd.store.recovery_report import AgentRef, LogTrouble, RecoveryReport, agent_row
 from kvd.store.swap_dir import SwapDir, SwapScan, aside_path, move_aside
+
+T = TypeVar("T")
 
 
 def recover(
@@ -137,6 +141,7 @@ class _Recovery:
             used_bytes=self.folder.used_bytes(),
             counters=contents.counters,
             seconds=time.monotonic() - started_s,
+            unreadable=self._unreadable(),
         )
 
     # ---- logs -------------------------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ class _Recovery:
 
     def _read_log(self, path: Path, committed: AgentRow | None) -> None:
         try:
-            data = self.fs.read(path)
+            data = _read_twice(lambda: self.fs.read(path))
         except OSError as error:
             self.troubles.append(LogTrouble(path.name, None, "unreadable", 0, 0, str(error)))
             return
@@ -235,7 +240,9 @@ class _Recovery:
         for path in scan.temp_files:
             self._remove_temp(path)
         self.foreign += [str(path.relative_to(self.folder.root)) for path in scan.foreign_files]
-        for folder, ours in ((self.quarantine, ("",)), (self.folder.root, (".VERSION.", ".CACHEDIR.TAG."))):
+        root = self.folder.root
+        ours_in_root = (".VERSION.", ".CACHEDIR.TAG.", ".engine.json.")
+        for folder, ours in ((self.quarantine, ("",)), (root / "conditioning", ("",)), (root, ours_in_root)):
             with contextlib.suppress(FileNotFoundError):
                 for name in self.fs.listdir(folder):
                     if is_temp_name(name) and name.startswith(ours):
@@ -263,7 +270,7 @@ class _Recovery:
             reason = self._mismatch(header, entry, group, format_id, file_bytes)
             if reason or row is None or row.file_bytes != file_bytes:  # the catalog cannot say: ask the file
                 try:
-                    header = self._header(page_id)
+                    header = _read_twice(partial(self._header, page_id))
                 except OSError as error:
                     self.missing[page_id] = f"unreadable ({error})"
                     continue
@@ -335,7 +342,7 @@ class _Recovery:
         now_s = time.time()
         adopted = [page_id for page_id in self.pages if self._row_differs(page_id, contents.pages.get(page_id))]
         dropped_pages = [page_id for page_id in contents.pages if page_id not in self.pages]
-        unreadable = {trouble.log for trouble in self.troubles if trouble.kind == "unreadable"}
+        unreadable = self._unreadable()
         dropped_agents = [
             ref for ref, row in contents.agents.items() if ref not in self.agents and row.log_name not in unreadable
         ]
@@ -356,8 +363,19 @@ class _Recovery:
                 catalog.commit()
         return len(adopted), len(dropped_pages) + len(dropped_agents)
 
+    def _unreadable(self) -> frozenset[str]:
+        return frozenset(trouble.log for trouble in self.troubles if trouble.kind == "unreadable")
+
     def _row_differs(self, page_id: PageId, row: PageRow | None) -> bool:
         return row is None or row.file_bytes != self.file_bytes[page_id] or row.key != self.pages[page_id].key
+
+
+def _read_twice(read: Callable[[], T]) -> T:
+    """What `read` gives at the first or second try: one hiccup of the disk must not cost an agent a whole run."""
+    try:
+        return read()
+    except OSError:
+        return read()
 
 
 __all__ = ["recover"]

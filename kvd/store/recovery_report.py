@@ -62,6 +62,8 @@ class RecoveryReport:
         swap_bytes: page files; `log_bytes`, `quarantine_bytes` and `used_bytes` (every byte under the root) likewise.
         counters: lifetime counters of the catalog.
         seconds: how long it took.
+        unreadable: names of logs that the disk refused to read, twice (see `kvd.store.layout.log_name`). Their agents
+            exist: nobody may make them anew.
     """
 
     agents: dict[AgentRef, AgentImage]
@@ -86,6 +88,7 @@ class RecoveryReport:
     used_bytes: int
     counters: Mapping[str, int]
     seconds: float
+    unreadable: frozenset[str] = frozenset()
 
 
 def agent_row(image: AgentImage, checksum: bytes, now_s: float) -> AgentRow:

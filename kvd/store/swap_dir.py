@@ -72,8 +72,8 @@ class SwapDir:
             self._known_folders.add(path.parent)
         return write_file(self._fs, path, encode_page(header, layout, payload))
 
-    def read(self, expected: PageHeader, layout: PageLayout, *, drop_cache: bool = False) -> bytes:
-        """Read a page's payload in one sequential read and verify every byte.
+    def read(self, expected: PageHeader, layout: PageLayout, *, drop_cache: bool = False) -> memoryview:
+        """Read a page's payload in one sequential read and verify every byte; the view is into the file as read.
 
         Raises:
             PageMissing: no such file.
@@ -84,7 +84,7 @@ class SwapDir:
             data = self._fs.read(self.path(expected.page_id), drop_cache=drop_cache)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise PageMissing(page_id=expected.page_id) from error
-        return bytes(decode_page(data, expected, layout))
+        return decode_page(data, expected, layout)
 
     def delete(self, page_id: str) -> int:
         """Remove a page's file if there is one. It may come back after a crash, then as an orphan.

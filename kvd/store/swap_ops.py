@@ -83,6 +83,7 @@ class ReadTailOp:
     agent: str
     branch: int
     group: int
+    segment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,13 @@ class FlushOp:
     """Set `event` once everything submitted before is done and the catalog is committed."""
 
     event: threading.Event
+
+
+@dataclass(frozen=True, slots=True)
+class SwapBroken:
+    """Nobody asks for this: the thread ended through a bug of its own. Its answer is the last one there will be."""
+
+    reason: str
 
 
 SwapOp = WritePageOp | ReadPageOp | AppendRecordOp | CompactLogOp | DeletePageOp | DeleteLogOp | ReadTailOp | FlushOp
@@ -100,22 +108,22 @@ class SwapResult:
     """The answer to one op.
 
     Attributes:
-        op: what was asked.
+        op: what was asked; `SwapBroken` when nothing will be done any more.
         error: why it failed; None when it is done and durable.
         seconds: time it took, without waiting in the queue.
         written_bytes: bytes written for it.
         read_bytes: bytes read for it.
-        payload: page or tail, for reads that succeeded.
+        payload: page (a view into its file's bytes) or tail, for reads that succeeded.
         image: the agent afterwards, for records and compactions that succeeded.
         facts: what else happened and belongs into the log (quarantined files, recreated folders, a new catalog).
     """
 
-    op: SwapOp
+    op: SwapOp | SwapBroken
     error: KvdError | None
     seconds: float
     written_bytes: int = 0
     read_bytes: int = 0
-    payload: bytes | None = None
+    payload: bytes | memoryview | None = None
     image: AgentImage | None = None
     facts: tuple[str, ...] = ()
 
@@ -172,6 +180,7 @@ __all__ = [
     "FlushOp",
     "ReadPageOp",
     "ReadTailOp",
+    "SwapBroken",
     "SwapOp",
     "SwapResult",
     "SwapStatistics",

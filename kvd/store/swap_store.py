@@ -87,7 +87,9 @@ class SwapStore:
         self._logs = LogBook(folder, fingerprint, self._fs, layouts, full_groups, recovered, self._facts.append)
         self._written_before = recovered.counters.get("bytes_written", 0)
         self._usage = DiskUsage(folder, fingerprint, self._fs, quota_bytes)
-        self._catalog = CatalogKeeper(folder, fingerprint, self._fs, self._known, self._facts.append)
+        self._catalog = CatalogKeeper(
+            folder, fingerprint, self._fs, self._known, self._facts.append, lambda: self._logs.unreadable
+        )
         self._counts = dict.fromkeys(
             ("pages_written", "pages_read", "records", "compacted", "deleted", "corrupt", "missing", "write_errors"), 0
         )
@@ -181,7 +183,7 @@ class SwapStore:
                 self.idle()
                 self._usage.log_bytes -= self._logs.delete((op.namespace, op.agent))
             case ReadTailOp():
-                tail = self._logs.read_tail((op.namespace, op.agent), op.branch, op.group)
+                tail = self._logs.read_tail((op.namespace, op.agent), op.branch, op.group, op.segment)
                 return SwapResult(op, None, 0.0, payload=tail)
             case FlushOp():
                 try:
@@ -202,12 +204,11 @@ class SwapStore:
             self._usage.recount()  # the temporary or even the final file may be there
             raise
         self._usage.swap_bytes += file_bytes - (0 if found is None else found.file_bytes)
-        self._pages[page_id] = op.header
-        self._file_bytes[page_id] = file_bytes
-        self._catalog.put_page(op.header, file_bytes)
+        self._know_page(op.header, file_bytes)
         self._counts["pages_written"] += 1
 
-    def _read_page(self, op: ReadPageOp) -> bytes:
+    def _read_page(self, op: ReadPageOp) -> memoryview:
+        """Only a file that is gone or wrong costs the page; what the disk refused to read may be good tomorrow."""
         page_id = op.expected.page_id
         known = self._pages.get(page_id)
         if known is not None and known != op.expected:  # the file is good, the question is wrong: keep the file
@@ -223,11 +224,10 @@ class SwapStore:
         except PageCorrupt:
             self._counts["corrupt"] += 1
             self._forget_page(page_id)
-            moved = self._swap.quarantine(page_id)
-            self._usage.recount()
-            if moved is not None:
-                self._facts.append(f"page {page_id} put aside as {moved.name}")
+            self._put_aside(page_id)
             raise
+        if known is None:  # its header could not be read at start; now every byte of it was
+            self._know_page(op.expected, file_bytes_for(op.expected, op.layout))
         self._counts["pages_read"] += 1
         return payload
 
@@ -261,8 +261,8 @@ class SwapStore:
     def _delete_page(self, page_id: str) -> None:
         self._swap.path(page_id)  # refuses what is no page id now, not when the file's turn comes
         references = self._logs.references(page_id)
-        if references:
-            raise PageReferenced(page_id=page_id, references=references)
+        if references or self._logs.unreadable:  # a log that nobody could read may name it too
+            raise PageReferenced(page_id=page_id, references=references, unreadable_logs=len(self._logs.unreadable))
         self._logs.settle()
         self._forget_page(PageId(page_id))
         self._doomed[page_id] = None
@@ -272,13 +272,30 @@ class SwapStore:
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
+    def _put_aside(self, page_id: PageId) -> None:
+        """Quarantine a bad file; one that cannot be moved is bad all the same, and is found bad again."""
+        try:
+            moved = self._swap.quarantine(page_id)
+        except OSError as error:
+            self._facts.append(f"bad page {page_id} stays where it is for now: {error}")
+            return
+        self._usage.recount()
+        if moved is not None:
+            self._facts.append(f"page {page_id} put aside as {moved.name}")
+
+    def _know_page(self, header: PageHeader, file_bytes: int) -> None:
+        self._pages[header.page_id] = header
+        self._file_bytes[header.page_id] = file_bytes
+        self._catalog.put_page(header, file_bytes)
+
     def _forget_page(self, page_id: PageId) -> None:
         self._pages.pop(page_id, None)
         self._file_bytes.pop(page_id, None)
         self._catalog.drop_pages([page_id])
 
     def _admit(self, wanted_bytes: int) -> None:
-        self._usage.admit(wanted_bytes, self._delete_orphans)
+        # what an unreadable log names is not known: its pages look like orphans, and quarantine may hold its past
+        self._usage.admit(wanted_bytes, None if self._logs.unreadable else self._delete_orphans)
 
     def _delete_orphans(self) -> None:
         """Remove page files that are neither durable pages nor waiting to be: left by writes that failed late."""

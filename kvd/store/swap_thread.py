@@ -2,19 +2,21 @@
 
 Theory of operation. Writes, records, compactions and deletions form one queue and are carried out strictly in order;
 that order is what makes "the page before the record that names it" true. A read only depends on queued changes of the
-same page or log: it remembers the last of them and runs as soon as that is done, before anything else.
+same page or log: it remembers the last of them and runs as soon as that is done, before anything else. Faults of the
+disk are answers; a bug in the thread itself ends it with one last answer, `SwapBroken`.
 
 May import kvd.errors and siblings of kvd.store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd.errors import Draining
+from kvd.errors import Draining, InternalError
 from kvd.store.agent_image import Layouts
 from kvd.store.fs import FileSystem
 from kvd.store.layout import DataFolder
@@ -27,6 +29,7 @@ from kvd.store.swap_ops import (
     FlushOp,
     ReadPageOp,
     ReadTailOp,
+    SwapBroken,
     SwapOp,
     SwapResult,
     SwapStatistics,
@@ -95,6 +98,7 @@ class SwapThread:
         self._queued_bytes = 0
         self._deliver_errors = 0
         self._closing = False
+        self._broken = False
         self._thread = threading.Thread(target=self._run, name="kvd-swap", daemon=True)
 
     def start(self) -> None:
@@ -120,10 +124,10 @@ class SwapThread:
             self._changed.notify()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything submitted so far is done; False when that took longer than `timeout_s`."""
+        """Wait until everything submitted so far is done; False when that takes longer than `timeout_s` or for ever."""
         event = threading.Event()
         self.submit(FlushOp(event))
-        return event.wait(timeout_s)
+        return event.wait(timeout_s) and not self._broken
 
     def close(self) -> None:
         """Carry out what is queued, commit the catalog, end the thread. Harmless when called twice."""
@@ -146,19 +150,36 @@ class SwapThread:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            op = self._take()
-            if op is None:
-                break
-            result = self._store.perform(op)
-            if not isinstance(op, ReadPageOp | ReadTailOp):
-                with self._changed:
-                    self._finish(op)
-            try:
-                self._deliver(result)
-            except Exception:  # a receiver's bug must not stop the disk
-                self._deliver_errors += 1
-        self._store.close()
+        try:
+            while (op := self._take()) is not None:
+                result = self._store.perform(op)
+                if not isinstance(op, ReadPageOp | ReadTailOp):
+                    with self._changed:
+                        self._finish(op)
+                self._answer(result)
+        except Exception as fault:
+            self._break(f"the swap thread failed: {fault!r}")
+        finally:
+            with contextlib.suppress(Exception):  # derived state only; nothing durable waits for it
+                self._store.close()
+
+    def _answer(self, result: SwapResult) -> None:
+        try:
+            self._deliver(result)
+        except Exception:  # a receiver's bug must not stop the disk
+            self._deliver_errors += 1
+
+    def _break(self, reason: str) -> None:
+        """Take nothing more, let no `flush` wait for ever, and say so: whoever waits for an answer must not hang."""
+        with self._changed:
+            self._closing = self._broken = True
+            left, self._ordered = list(self._ordered), deque()
+            self._reads.clear()
+            self._queued_bytes = 0
+        for op in left:
+            if isinstance(op, FlushOp):
+                op.event.set()
+        self._answer(SwapResult(SwapBroken(reason), InternalError(reason), 0.0))
 
     def _take(self) -> SwapOp | None:
         """The next operation; None when closing and nothing is left. Before waiting, the store tidies up."""

@@ -3,7 +3,8 @@
 - `pager` takes events and returns instructions; it is the only module that others drive.
 - `events` are the words of that conversation, `views` the frozen pictures of the pager's state.
 - `address_space`, `page_table` and `page` hold what is mapped where and in which state; `mapping` changes it.
-- `budget` counts bytes, `eviction` ranks victims, `transfers` starts loads and writes, `integrity` counts again.
+- `demand` says what goes next, `budget` counts bytes, `eviction` ranks victims, `transfers` starts loads and writes,
+  `integrity` counts again.
 - `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content.
 - `errors` says whose fault it was.
 
@@ -22,7 +23,7 @@ from kvd.vm.errors import (
     SpaceInUse,
 )
 from kvd.vm.eviction import EvictionPolicy, LruPolicy
-from kvd.vm.keys import KeyChain, page_key
+from kvd.vm.keys import KeyChain
 from kvd.vm.page import PageState
 from kvd.vm.pager import Pager
 from kvd.vm.prefix import Divergence, Match, MatchKind, StoredText, best_match, match
@@ -56,5 +57,4 @@ __all__ = [
     "TypedText",
     "best_match",
     "match",
-    "page_key",
 ]

@@ -101,6 +101,14 @@ class AddressSpace:
             for segment in self.segments:
                 yield segment.sealed[index]
 
+    def cut_pages(self, tokens: int) -> list[Page]:
+        """The pages, one per group, that a cut at `tokens` goes through; none at a page border."""
+        full, part = divmod(min(tokens, self.tokens), self.page_tokens)
+        if not part:
+            return []
+        pages = [s.sealed[full] if full < len(s.sealed) else s.tail for s in self.segments]
+        return [page for page in pages if page is not None]
+
     def lost_at(self) -> int | None:
         """First token position whose page is lost in some group; None when none is."""
         if self.use.lost_pages == 0:
@@ -120,13 +128,6 @@ class AddressSpace:
         for page in islice(self.mapped(), last):
             if page.state in STORED:
                 yield page
-
-    @property
-    def loadable_bytes(self) -> int:
-        """Bytes of the pages of `loadable`."""
-        if self.use.lost_pages == 0:
-            return self.use.stored_bytes
-        return sum(page.page_bytes for page in self.loadable())
 
     def growth_missing(self) -> tuple[int, ...]:
         """Growth pages still to be mapped, per group."""

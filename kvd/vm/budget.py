@@ -34,6 +34,7 @@ class Budget:
         resident_bytes: bytes of all frames.
         in_flight_bytes: bytes copied for writes under way and buffers of loads under way.
         peak_resident_bytes: the most `resident_bytes` has been.
+        peak_total_bytes: the most that frames and copies in flight have been together.
         converging: a smaller budget was set and what is held still exceeds it.
     """
 
@@ -42,6 +43,7 @@ class Budget:
         self.resident_bytes = 0
         self.in_flight_bytes = 0
         self.peak_resident_bytes = 0
+        self.peak_total_bytes = 0
         self.converging = False
         self._max_transfers = max_transfers
         self._largest_page_bytes = 0
@@ -138,3 +140,4 @@ class Budget:
         self.resident_bytes += resident_bytes
         self.in_flight_bytes += in_flight_bytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+        self.peak_total_bytes = max(self.peak_total_bytes, self.total_bytes)

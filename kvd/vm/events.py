@@ -5,11 +5,11 @@ a clock: it takes an event and returns the instructions the engine must carry ou
 
 Theory of operation. An *address space* has, per cache group, one segment: sealed pages (256 tokens each, immutable,
 may be mapped by several spaces) and at most one private *tail* page that is filling. `Activated` pins a space and asks
-for everything absent; `GrowthWanted` asks for frames for tokens to come. Neither blocks: what cannot be had at once is queued
-inside the pager and continues when a `WriteDone` or `LoadDone` makes room. The engine runs a step when
+for everything absent; `GrowthWanted` asks for frames for tokens to come. Neither blocks: what cannot be had at once is
+queued inside the pager and continues when a `WriteDone` or `LoadDone` makes room. The engine runs a step when
 `pager.is_ready(space)`.
 
-Durability of a tail: after `TurnCommitted`, the tail's KV is in the agent's log up to `tail_durable_tokens`; an inactive
+Durability of a tail: after `TurnCommitted`, the tail's KV is in the agent's log up to `durable_tokens`; an inactive
 space's fully durable tail may be dropped from RAM and is read back with `LoadTail`.
 """
 
@@ -73,7 +73,7 @@ class Deactivated:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchHinted:
-    """Fault the space in without pinning; only free budget is used, nothing running is evicted for it."""
+    """Fault the space in without pinning. Clean pages of spaces used longer ago may go for it, nothing held is."""
 
     space: SpaceId
 
@@ -114,12 +114,38 @@ class RolledBack:
 class Forked:
     """`child` maps the sealed pages of `parent` up to `tokens`; at most one partial page per segment is copied.
 
-    The parent must be active and ready (its last page may be copied).
+    A page that is cut must be in RAM: say CutWanted first, or have the parent active and ready.
     """
 
     parent: SpaceId
     child: SpaceId
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutWanted:
+    """A cut of the space at `tokens` is to come (fork, rollback): load the one page per group that it goes through.
+
+    The pages are kept until the next CutWanted for the space; `tokens` None only lets go of them. At a page border, or
+    beyond the space's KV, nothing is needed.
+    """
+
+    space: SpaceId
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LogLost:
+    """The space's log is gone: a tail that is in RAM is durable nowhere (one that is not will fail to load)."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesLost:
+    """The swap files of these pages are gone. Those that are in RAM are written again; the rest will fail to load."""
+
+    pages: tuple[PageId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +185,11 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """The page could not be written; it stays resident and dirty. Retried on the next `Tick`."""
+    """The page could not be written; it stays resident and dirty.
+
+    No write starts after it but one trial at a time: at ever rarer `Tick`s, or on `RetryWanted`. When one succeeds,
+    the others follow.
+    """
 
     page: PageId
     reason: str
@@ -189,7 +219,12 @@ class BudgetChanged:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: retry failed writes, keep write-behind going."""
+    """A second passed: try a write again if writes fail and it is time to."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryWanted:
+    """Somebody waits for writes: try one now if writes fail, whatever the back-off says."""
 
 
 Event = (
@@ -203,6 +238,9 @@ Event = (
     | TurnCommitted
     | RolledBack
     | Forked
+    | CutWanted
+    | LogLost
+    | CopiesLost
     | SpaceClosed
     | Pinned
     | Unpinned
@@ -213,6 +251,7 @@ Event = (
     | LoadFailed
     | BudgetChanged
     | Tick
+    | RetryWanted
 )
 
 # ---- instructions ---------------------------------------------------------------------------------------------------

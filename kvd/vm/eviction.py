@@ -19,8 +19,8 @@ class EvictionPolicy(Protocol):
         """Yield pages that may lose their frame, first victim first, each once.
 
         A yielded page is either droppable at once (`Page.droppable`) or dirty (SEALED_DIRTY, WRITING) and can be
-        dropped after its write. Pages an active or pinned space maps are never yielded. The caller may drop a page
-        before asking for the next.
+        dropped after its write. Pages an active or pinned space maps, or a cut to come needs, are never yielded. The
+        caller may drop a page before asking for the next.
 
         Args:
             spaces: all spaces.
@@ -41,7 +41,7 @@ class LruPolicy:
         for space in sorted(idle, key=lambda s: s.use.last_used):
             dirty: list[Page] = []
             for page in space.pages_tail_first():
-                if not self._belongs(page, space):
+                if page.keepers or not self._belongs(page, space):
                     continue
                 if page.droppable:
                     yield page

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -136,35 +136,3 @@ class KeyChain:
         twin._borders = self._borders.copy()  # Saved digests are never fed, only copied.
         twin._keys = self._keys.copy()
         return twin
-
-
-def page_key(
-    domain: Namespace,
-    fingerprint: Fingerprint,
-    group: GroupId,
-    token_ids: Sequence[int],
-    format_per_run: Iterable[tuple[FormatId, int]],
-    numerics: str,
-    *,
-    page_tokens: int = PAGE_TOKENS,
-) -> PageKey:
-    """Key of the page that ends with the last of `token_ids`.
-
-    Args:
-        domain: sharing domain.
-        fingerprint: of the model.
-        group: cache group.
-        token_ids: all ids from position 0 to the page's last one, a whole number of pages.
-        format_per_run: (format, tokens) runs that tile `token_ids`.
-        numerics: version of the arithmetic and of the codec.
-        page_tokens: tokens of one page.
-
-    Raises:
-        InternalError: the ids are not a whole number of pages, or the runs do not tile them.
-    """
-    chain = KeyChain(domain, fingerprint, group, numerics, page_tokens=page_tokens)
-    for format_id, run_tokens in format_per_run:
-        chain.extend(token_ids[chain.tokens : chain.tokens + run_tokens], format_id)
-    if chain.tokens != len(token_ids) or not token_ids or len(token_ids) % page_tokens:
-        raise InternalError(f"{chain.tokens} of {len(token_ids)} tokens have a format; pages have {page_tokens} tokens")
-    return chain.keys[-1]

@@ -101,7 +101,7 @@ class Mappings:
         """
         space = self.create(child, parent.page_bytes)
         full, part = self._split(parent, tokens)
-        sources = self._sources(parent, full, part)
+        sources = self._sources(parent, tokens)
         for page in self._transfers.plan_copy_room(self._bytes(sources), {page.page_id for page in sources}):
             self._transfers.drop(page)
         for segment, origin in zip(space.segments, parent.segments, strict=True):
@@ -172,7 +172,7 @@ class Mappings:
             self.release_growth(space)
             self._shorten_tails(space, tokens)
             return
-        sources = self._sources(space, full, part)
+        sources = self._sources(space, tokens)
         kept = full + (1 if part else 0)
         leaving = [page for segment in space.segments for page in (*segment.sealed[kept:], segment.tail) if page]
         growth = [page for segment in space.segments for page in segment.growth]
@@ -243,16 +243,14 @@ class Mappings:
             raise IllegalEvent(f"space {space.space} has {space.tokens} tokens and cannot be cut at {tokens}")
         return divmod(tokens, self._page_tokens)
 
-    def _sources(self, space: AddressSpace, full: int, part: int) -> list[Page]:
+    @staticmethod
+    def _sources(space: AddressSpace, tokens: int) -> list[Page]:
         """Per group the page that is cut, sealed or tail; none at a page border."""
-        if not part:
-            return []
-        pages = [s.sealed[full] if full < len(s.sealed) else s.tail for s in space.segments]
-        sources = [page for page in pages if page is not None]
+        sources = space.cut_pages(tokens)
         for page in sources:
             if page.state not in READABLE:
                 raise NotResident(
-                    f"space {space.space} is cut inside page {page.page_id}, which is {page.state}; activate it first",
+                    f"space {space.space} is cut inside page {page.page_id} ({page.state}): CutWanted comes first",
                     space=int(space.space),
                     page=str(page.page_id),
                     state=str(page.state),

@@ -50,7 +50,7 @@ TRANSITIONS: Final[dict[PageState, frozenset[PageState]]] = {
     _S.FILLING: frozenset({_S.SEALED_DIRTY, _S.STASHED, _S.RELEASED}),
     _S.SEALED_DIRTY: frozenset({_S.WRITING, _S.RELEASED}),
     _S.WRITING: frozenset({_S.CLEAN, _S.SEALED_DIRTY}),
-    _S.CLEAN: frozenset({_S.EVICTED, _S.RELEASED}),
+    _S.CLEAN: frozenset({_S.EVICTED, _S.SEALED_DIRTY, _S.RELEASED}),
     _S.EVICTED: frozenset({_S.LOADING, _S.RELEASED}),
     _S.LOADING: frozenset({_S.CLEAN, _S.LOST}),
     _S.STASHED: frozenset({_S.LOADING_TAIL, _S.RELEASED}),
@@ -85,6 +85,8 @@ class SpaceUse:
         active: a request runs on the space.
         pinned: the user pinned the space.
         evict_wanted: the user asked to evict it and nothing has used it since.
+        hinted: it was prefetched and has not run since; other hints leave its pages alone.
+        faults: sealed pages loaded since it was created, because it demanded them.
         absent_pages: mapped pages that a step could not read now.
         stored_bytes: of these, bytes of pages that can be loaded (EVICTED, STASHED).
         lost_pages: of these, pages that are lost.
@@ -95,6 +97,8 @@ class SpaceUse:
     active: bool = False
     pinned: bool = False
     evict_wanted: bool = False
+    hinted: bool = False
+    faults: int = 0
     absent_pages: int = 0
     stored_bytes: int = 0
     lost_pages: int = 0
@@ -119,7 +123,7 @@ class Page:
         key: look-up key, None while filling.
         frame: its frame, None when not resident.
         users: who maps it, by space; a tail has exactly one.
-        write_failed: the last write failed; not retried before the next Tick.
+        keepers: cuts to come that need the page in RAM.
         history: recent (pager tick, state) pairs, oldest first.
     """
 
@@ -132,13 +136,13 @@ class Page:
     key: PageKey | None = None
     frame: FrameId | None = None
     users: dict[SpaceId, SpaceUse] = field(default_factory=dict)
-    write_failed: bool = False
+    keepers: int = 0
     history: deque[tuple[int, PageState]] = field(default_factory=lambda: deque(maxlen=HISTORY_MOVES))
 
     @property
     def held(self) -> bool:
-        """True when an active or pinned space maps it."""
-        return any(use.held for use in self.users.values())
+        """True when an active or pinned space maps it, or a cut to come needs it."""
+        return self.keepers > 0 or any(use.held for use in self.users.values())
 
     @property
     def droppable(self) -> bool:

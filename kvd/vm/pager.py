@@ -1,10 +1,8 @@
 """The pager: takes what happened, answers what to do. Sole owner of page table, spaces and budget.
 
-Theory of operation. Each event is checked, booked, and followed by `_pump`, which carries queued work on as far as the
-budget allows: first the demand (spaces that are active or pinned, first come first served: pages head to tail, then
-growth frames), then writes, then prefetches from what is left over. The head of the demand queue is never overtaken,
-so a large space cannot be starved by small ones; while every active and pinned space together fit `usable_bytes`,
-everything else can be evicted and each transfer that ends moves the queue on.
+Theory of operation. Each event is checked, booked, and followed by `Demand.pump`, which carries queued work on as far
+as the budget allows: first the demand (spaces that are active or pinned, first come first served: pages head to tail,
+then growth frames), then writes, then prefetches.
 
 May import kvd.ids, kvd.quant.spec and the other modules of kvd.vm.
 """
@@ -19,6 +17,7 @@ from kvd.quant.spec import PAGE_TOKENS
 from kvd.vm import events as ev
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.budget import Budget
+from kvd.vm.demand import Demand
 from kvd.vm.errors import IllegalEvent, NotResident, SpaceInUse
 from kvd.vm.eviction import EvictionPolicy, LruPolicy
 from kvd.vm.integrity import check
@@ -82,9 +81,7 @@ class Pager:
             group_count=group_count,
             page_tokens=page_tokens,
         )
-        # Ordered sets of spaces with work queued: what is demanded, and what was only hinted at.
-        self._demand: dict[SpaceId, None] = {}
-        self._hints: dict[SpaceId, None] = {}
+        self._demand = Demand(self._spaces, self._budget, self._transfers, self._mappings)
 
     # ---- queries ----------------------------------------------------------------------------------------------------
 
@@ -105,6 +102,19 @@ class Pager:
         """True when the space is active, all it maps is readable and the growth frames it wants are mapped."""
         found = self._space(space)
         return found.use.active and found.use.absent_pages == 0 and found.growth_mapped
+
+    def can_cut(self, space: SpaceId) -> bool:
+        """True when every page that a CutWanted asked for is in RAM."""
+        return self._demand.can_cut(space)
+
+    def faults(self, space: SpaceId) -> int:
+        """Sealed pages loaded since the space was created because it demanded them."""
+        return self._space(space).use.faults
+
+    @property
+    def writes_fail(self) -> bool:
+        """True while the disk refuses writes: nothing dirty can be counted on to become durable soon."""
+        return self._transfers.writes_fail
 
     def block_table(self, space: SpaceId, group: GroupId) -> tuple[FrameId, ...]:
         """Frames of one segment in order of position: sealed pages, the tail, then frames for growth.
@@ -139,7 +149,7 @@ class Pager:
         return view_statistics(
             self._table,
             self._spaces.values(),
-            waiting_spaces=len(self._demand),
+            waiting_spaces=self._demand.waiting_spaces,
             counters=self._transfers.counters,
         )
 
@@ -166,7 +176,7 @@ class Pager:
         self._table.tick += 1
         self._out.clear()
         self._dispatch(event)
-        self._pump()
+        self._demand.pump()
         self._budget.settle()
         return tuple(self._out)
 
@@ -196,6 +206,12 @@ class Pager:
             case ev.Forked():
                 self._check_new(event.child)
                 self._enter(self._mappings.fork(self._space(event.parent), event.child, event.tokens))
+            case ev.CutWanted():
+                self._cut_wanted(event)
+            case ev.LogLost():
+                self._log_lost(event.space)
+            case ev.CopiesLost():
+                self._copies_lost(event)
             case ev.SpaceClosed():
                 self._closed(event.space)
             case ev.Pinned():
@@ -215,7 +231,9 @@ class Pager:
             case ev.BudgetChanged():
                 self._budget.set_budget(event.budget_bytes)
             case ev.Tick():
-                self._transfers.retry_failed()
+                self._transfers.tick()
+            case ev.RetryWanted():
+                self._transfers.try_one()
             case _:
                 assert_never(event)
 
@@ -223,8 +241,7 @@ class Pager:
 
     def _closed(self, space: SpaceId) -> None:
         found = self._space(space)
-        self._demand.pop(space, None)
-        self._hints.pop(space, None)
+        self._demand.forget(found)
         self._mappings.release_growth(found)
         self._mappings.unmap(found, list(found.pages_tail_first()))
         del self._spaces[space]
@@ -233,41 +250,40 @@ class Pager:
     def _activated(self, space: SpaceId) -> None:
         found = self._space(space)
         found.use.active = True
+        found.use.hinted = False
         self._use(found)
-        self._want(found)
+        self._demand.want(found)
 
     def _deactivated(self, space: SpaceId) -> None:
         found = self._space(space)
         found.use.active = False
         self._use(found)
         self._mappings.release_growth(found)
-        if not found.use.pinned:
-            self._demand.pop(space, None)
+        self._demand.settle(found)
 
     def _pinned(self, space: SpaceId) -> None:
         found = self._space(space)
         found.use.pinned = True
         found.use.evict_wanted = False
-        self._want(found)
+        self._demand.want(found)
 
     def _unpinned(self, space: SpaceId) -> None:
         found = self._space(space)
         found.use.pinned = False
-        if not found.use.active:
-            self._demand.pop(space, None)
+        self._demand.settle(found)
 
     def _prefetch_hinted(self, space: SpaceId) -> None:
         found = self._space(space)
         self._use(found)
         if not found.use.held:
-            self._hints[space] = None
+            self._demand.hint(found)
 
     def _eviction_wanted(self, space: SpaceId) -> None:
         found = self._space(space)
         if found.use.held:
             raise SpaceInUse(f"space {space} is active or pinned; end its request or unpin it", space=int(space))
         found.use.evict_wanted = True
-        self._hints.pop(space, None)
+        self._demand.forget_hint(found)
         for page in found.pages_tail_first():
             self._transfers.drop_if_wanted(page)
             if page.state is PageState.SEALED_DIRTY:
@@ -279,7 +295,7 @@ class Pager:
             raise IllegalEvent(f"space {event.space} must be active to grow by {event.tokens} tokens")
         self._mappings.want_growth(space, event.tokens)
         self._use(space)
-        self._want(space)
+        self._demand.want(space)
 
     def _turn_committed(self, space: SpaceId) -> None:
         for segment in self._space(space).segments:
@@ -287,52 +303,22 @@ class Pager:
                 segment.tail.durable_tokens = segment.tail.tokens
                 self._transfers.drop_if_wanted(segment.tail)
 
-    # ---- work that goes on over several events ----------------------------------------------------------------------
+    def _cut_wanted(self, event: ev.CutWanted) -> None:
+        space = self._space(event.space)
+        if event.tokens is not None:
+            self._use(space)
+        self._demand.want_cut(space, event.tokens)
 
-    def _pump(self) -> None:
-        while self._demand:
-            space = self._spaces[next(iter(self._demand))]
-            if not self._serve(space):
-                break
-            del self._demand[space.space]
-        if not self._demand:
-            self._transfers.make_room(0)
-        self._transfers.start_writes()
-        if not self._demand:
-            self._prefetch()
+    def _log_lost(self, space: SpaceId) -> None:
+        for segment in self._space(space).segments:
+            if segment.tail is not None and segment.tail.state is PageState.FILLING:
+                segment.tail.durable_tokens = 0
 
-    def _serve(self, space: AddressSpace) -> bool:
-        """Load what the space lacks and map its growth, as far as possible; True when all of it is under way."""
-        growth = space.growth_missing()
-        growth_bytes = sum(count * page_bytes for count, page_bytes in zip(growth, space.page_bytes, strict=True))
-        self._transfers.make_room(space.loadable_bytes + growth_bytes)
-        for page in space.loadable():
-            if not (self._transfers.can_start_load and self._budget.can_load(page.page_bytes)):
-                return False
-            self._transfers.load(page)
-            self._transfers.counters.faults += 1
-        for segment, count in zip(space.segments, growth, strict=True):
-            for _ in range(count):
-                if not self._budget.can_map(segment.page_bytes):
-                    return False
-                self._mappings.add_growth(space, segment)
-        return True
-
-    def _prefetch(self) -> None:
-        while self._hints:
-            space = self._spaces[next(iter(self._hints))]
-            for page in space.loadable():
-                if self._budget.shortage_bytes(page.page_bytes) > 0:
-                    break  # A hint is worth free budget only; what does not fit now is not waited for.
-                if not (self._transfers.can_start_load and self._budget.can_load(page.page_bytes)):
-                    return
-                self._transfers.load(page)
-                self._transfers.counters.prefetches += 1
-            del self._hints[space.space]
-
-    def _want(self, space: AddressSpace) -> None:
-        self._hints.pop(space.space, None)
-        self._demand.setdefault(space.space)
+    def _copies_lost(self, event: ev.CopiesLost) -> None:
+        for page_id in event.pages:
+            page = self._table.find(page_id)
+            if page is not None and page.state is PageState.CLEAN:
+                self._transfers.write_again(page)
 
     # ---- shared steps -----------------------------------------------------------------------------------------------
 

@@ -121,11 +121,6 @@ class Match:
     reason: str
     divergence: Divergence | None = None
 
-    @property
-    def below_half(self) -> bool:
-        """True for a divergence under the seed's 50 % rule."""
-        return self.kind == "diverge" and self.matched_ratio < HALF
-
 
 NEW_MATCH: Final = Match("new", 0, 0, 0, 0, 0.0, "no stored text")
 """The match of a branch that holds nothing."""
@@ -168,9 +163,10 @@ def match(stored: StoredText, prompt: TypedText) -> Match:
 
 
 def best_match(branches: Mapping[int, StoredText], prompt: TypedText, current: int) -> tuple[int, Match]:
-    """The branch that keeps most tokens for a prompt.
+    """The branch that saves most work for a prompt.
 
-    Among equals the current branch wins, then the one with the highest number (the latest).
+    Most tokens with KV count first: ids without KV have to be computed all the same. Then one that need not be forked
+    wins, then most ids, then the current branch, then the one with the highest number (the latest).
 
     Args:
         branches: what each branch of the agent holds.
@@ -180,7 +176,12 @@ def best_match(branches: Mapping[int, StoredText], prompt: TypedText, current: i
     matches = {branch: match(stored, prompt) for branch, stored in branches.items()}
     if not matches:
         return current, NEW_MATCH
-    best = max(matches, key=lambda branch: (matches[branch].keep_tokens, branch == current, branch))
+
+    def rank(branch: int) -> tuple[int, bool, int, bool, int]:
+        found = matches[branch]
+        return found.computed_tokens, found.kind != "diverge", found.keep_tokens, branch == current, branch
+
+    best = max(matches, key=rank)
     return best, matches[best]
 
 

@@ -6,6 +6,7 @@ tokens) matches only control text, so a user who types `<|im_start|>` can never 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,3 +32,27 @@ class TypedText:
 
     data: bytes
     spans: tuple[Span, ...]
+
+
+def cut_spans(spans: Iterable[Span], text_bytes: int) -> list[Span]:
+    """The spans that tile the first `text_bytes` bytes."""
+    kept: list[Span] = []
+    for span in spans:
+        if text_bytes <= 0:
+            break
+        kept.append(Span(span.kind, min(span.text_bytes, text_bytes)))
+        text_bytes -= span.text_bytes
+    return kept
+
+
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Join neighbours of one kind and leave out empty ones."""
+    merged: list[Span] = []
+    for span in spans:
+        if not span.text_bytes:
+            continue
+        if merged and merged[-1].kind == span.kind:
+            merged[-1] = Span(span.kind, merged[-1].text_bytes + span.text_bytes)
+        else:
+            merged.append(span)
+    return tuple(merged)

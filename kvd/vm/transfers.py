@@ -1,9 +1,11 @@
 """Pages on their way between RAM and disk: write-behind, loads, and making room.
 
 Theory of operation. Sealed pages are queued for writing at once, so that a turn's pages are durable early and room can
-be made by dropping clean pages. Writes that stand between a demand and its room go before write-behind. A write that
-failed waits for the next Tick and is not counted on meanwhile: with a full disk, clean pages of later spaces go first
-rather than nothing at all. A page that its last user let go of while it is in flight stays until the transfer ends.
+be made by dropping clean pages. Writes that stand between a demand and its room go before write-behind. After a write
+failed, one is tried at a time, ever more rarely (a full disk is full for every page), and dirty pages are not counted
+on: clean pages of later spaces go first rather than nothing at all. The page that failed goes to the end of the queue,
+so that a page that alone cannot be written does not stop the others. A page that its last user let go of while it is
+in flight stays until the transfer ends.
 
 May import kvd.ids and the other modules of kvd.vm but pager.
 """
@@ -11,6 +13,7 @@ May import kvd.ids and the other modules of kvd.vm but pager.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Final
 
 from kvd.ids import PageId, SpaceId
 from kvd.vm.address_space import AddressSpace
@@ -20,6 +23,9 @@ from kvd.vm.eviction import EvictionPolicy
 from kvd.vm.page import IN_FLIGHT, Page, PageState
 from kvd.vm.page_table import PageTable
 from kvd.vm.views import Counters
+
+MAX_WAIT_TICKS: Final = 30
+"""How far apart trial writes get while the disk goes on refusing."""
 
 
 class Transfers:
@@ -32,6 +38,9 @@ class Transfers:
         emit: takes the instructions, in order.
         max_writes_in_flight: bound on WritePage without an answer.
         max_loads_in_flight: bound on LoadPage and LoadTail without an answer.
+
+    Attributes:
+        writes_fail: the last write that ended failed; only trials start.
     """
 
     def __init__(
@@ -57,7 +66,11 @@ class Transfers:
         # Dirty pages are in exactly one of these; dicts are ordered sets. `urgent` stands between a demand and room.
         self._urgent: dict[PageId, Page] = {}
         self._behind: dict[PageId, Page] = {}
-        self._failed: dict[PageId, Page] = {}
+        self.writes_fail = False
+        self._trial_due = False
+        self._trial_runs = False
+        self._ticks_left = 0
+        self._wait_ticks = 1
 
     # ---- frames -----------------------------------------------------------------------------------------------------
 
@@ -70,16 +83,15 @@ class Transfers:
         """Let go of a page nobody maps; one in flight stays until its transfer ends."""
         if page.state in IN_FLIGHT:
             return
-        in_swap = page.key is not None and page.state in (PageState.CLEAN, PageState.EVICTED, PageState.LOST)
-        for queue in (self._urgent, self._behind, self._failed):
+        for queue in (self._urgent, self._behind):
             queue.pop(page.page_id, None)
         self._move(page, PageState.RELEASED)
-        if in_swap:
+        if page.key is not None:
             self._emit(ForgetPage(page.page_id))
 
     def drop_if_wanted(self, page: Page) -> None:
         """Drop the frame when every space that maps the page was asked to be evicted."""
-        if page.droppable and all(use.evict_wanted and not use.held for use in page.users.values()):
+        if page.droppable and not page.held and all(use.evict_wanted for use in page.users.values()):
             self.drop(page)
 
     def make_room(self, want_bytes: int) -> None:
@@ -94,13 +106,24 @@ class Transfers:
         for page in self._policy.order(self._spaces.values()):
             if page.droppable:
                 self.drop(page)
-            elif page.write_failed:
-                continue
             elif page.state is PageState.SEALED_DIRTY:
+                if self.writes_fail:
+                    continue
                 self.hurry(page)
             shortage_bytes -= page.page_bytes
             if shortage_bytes <= 0:
                 return
+
+    def make_hint_room(self, want_bytes: int) -> bool:
+        """Drop clean pages of spaces that nothing holds and nobody hinted at; True when `want_bytes` more fit."""
+        shortage_bytes = self._budget.shortage_bytes(want_bytes)
+        for page in self._policy.order(self._spaces.values()):
+            if shortage_bytes <= 0:
+                break
+            if page.droppable and not any(use.hinted for use in page.users.values()):
+                self.drop(page)
+                shortage_bytes -= page.page_bytes
+        return shortage_bytes <= 0
 
     def plan_copy_room(self, want_bytes: int, keep: Collection[PageId]) -> list[Page]:
         """Find victims whose frames make room for a copy at once; drops none of them.
@@ -175,26 +198,38 @@ class Transfers:
         """Queue a page that was just sealed."""
         self._behind[page.page_id] = page
 
+    def write_again(self, page: Page) -> None:
+        """A clean page's swap copy is gone: it is dirty again."""
+        self._table.move(page, PageState.SEALED_DIRTY)
+        self._urgent[page.page_id] = page
+
     def hurry(self, page: Page) -> None:
-        """Let a dirty page be written before write-behind; one that failed keeps waiting for a Tick."""
+        """Let a dirty page be written before write-behind."""
         if self._behind.pop(page.page_id, None) is not None:
             self._urgent[page.page_id] = page
 
-    def retry_failed(self) -> None:
-        """Queue failed writes again."""
-        for page in self._failed.values():
-            page.write_failed = False
-        self._behind = {**self._failed, **self._behind}
-        self._failed = {}
+    def tick(self) -> None:
+        """A second passed: when writes fail, a trial may be due."""
+        self._ticks_left -= 1
+        if self.writes_fail and self._ticks_left <= 0:
+            self.try_one()
+
+    def try_one(self) -> None:
+        """Let one write start although writes fail, unless one is under way."""
+        if self.writes_fail and self.writes_in_flight == 0:
+            self._trial_due = True
 
     def start_writes(self) -> None:
         """Start queued writes, urgent ones first, as far as the bounds allow."""
         for queue in (self._urgent, self._behind):
             while queue:
+                if self.writes_fail and not self._trial_due:
+                    return
                 page = next(iter(queue.values()))
                 if self.writes_in_flight >= self._max_writes or not self._budget.can_write(page.page_bytes):
                     return
                 del queue[page.page_id]
+                self._trial_runs, self._trial_due = self.writes_fail, False
                 self._table.move(page, PageState.WRITING)
                 self.writes_in_flight += 1
                 self.counters.writes += 1
@@ -202,15 +237,21 @@ class Transfers:
                 self._emit(WritePage(page.page_id, page.frame, page.group))
 
     def write_done(self, page_id: PageId) -> None:
-        """A page is durable in swap."""
+        """A page is durable in swap, so the disk takes writes."""
+        self.writes_fail = self._trial_due = self._trial_runs = False
         self._settle(self._write_ended(page_id, PageState.CLEAN))
 
     def write_failed(self, page_id: PageId) -> None:
         """A write failed: the page stays resident and dirty until a retry succeeds."""
         page = self._write_ended(page_id, PageState.SEALED_DIRTY)
         self.counters.failed_writes += 1
-        page.write_failed = True
-        self._failed[page_id] = page
+        if not self.writes_fail:
+            self._wait_ticks = 1
+        elif self._trial_runs:
+            self._wait_ticks = min(MAX_WAIT_TICKS, 2 * self._wait_ticks)
+        self.writes_fail, self._trial_runs = True, False
+        self._ticks_left = self._wait_ticks
+        self._behind[page_id] = page
         self._settle(page)
 
     def _write_ended(self, page_id: PageId, state: PageState) -> Page:
@@ -230,7 +271,7 @@ class Transfers:
         loads = states.count(PageState.LOADING) + states.count(PageState.LOADING_TAIL)
         if self.loads_in_flight != loads:
             problems.append(f"{self.loads_in_flight} loads counted, {loads} found")
-        queued = [*self._urgent, *self._behind, *self._failed]
+        queued = [*self._urgent, *self._behind]
         dirty = {page.page_id for page in self._table if page.state is PageState.SEALED_DIRTY}
         if len(queued) != len(dirty) or set(queued) != dirty:
             problems.append(f"write queues hold {sorted(queued)}, dirty are {sorted(dirty)}")

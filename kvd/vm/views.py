@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvd.ids import FrameId, GroupId, PageId, SpaceId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.events import PageRef
-from kvd.vm.page import RESIDENT, Page, PageState
+from kvd.vm.page import RESIDENT, STORED, Page, PageState
 from kvd.vm.page_table import PageTable
 
 
@@ -83,7 +83,8 @@ class Residency:
         last_used: the pager's tick at its last use; larger is later.
         total_pages: pages that hold tokens, tails included.
         resident_pages: of these, pages a step can read now.
-        loading_pages: of these, pages on their way in.
+        loading_pages: pages on their way in.
+        stored_pages: pages that are only on disk.
         dirty_pages: sealed pages without a swap copy yet.
         shared_pages: pages other spaces map too.
         lost_pages: pages whose load failed.
@@ -100,6 +101,7 @@ class Residency:
     total_pages: int
     resident_pages: int
     loading_pages: int
+    stored_pages: int
     dirty_pages: int
     shared_pages: int
     lost_pages: int
@@ -117,6 +119,7 @@ class Statistics:
         usable_bytes: what a demand may take; the rest is reserved for copies.
         resident_bytes: bytes of all frames, those of loads under way included.
         peak_resident_bytes: the most that has been.
+        peak_total_bytes: the most that frames and copies in flight have been together.
         in_flight_bytes: bytes copied for writes and buffers of loads under way.
         dirty_bytes: resident bytes not durable anywhere yet: sealed pages before their write ends, and tails with
             tokens the log does not hold.
@@ -138,6 +141,7 @@ class Statistics:
     usable_bytes: int
     resident_bytes: int
     peak_resident_bytes: int
+    peak_total_bytes: int
     in_flight_bytes: int
     dirty_bytes: int
     pinned_bytes: int
@@ -203,6 +207,7 @@ def view_residency(space: AddressSpace) -> Residency:
         total_pages=len(mapped),
         resident_pages=len(mapped) - space.use.absent_pages,
         loading_pages=sum(page.state in (PageState.LOADING, PageState.LOADING_TAIL) for page in mapped),
+        stored_pages=sum(page.state in STORED for page in mapped),
         dirty_pages=sum(page.state in (PageState.SEALED_DIRTY, PageState.WRITING) for page in mapped),
         shared_pages=sum(len(page.users) > 1 for page in mapped),
         lost_pages=sum(page.state is PageState.LOST for page in mapped),
@@ -230,6 +235,7 @@ def view_statistics(
         usable_bytes=budget.usable_bytes,
         resident_bytes=budget.resident_bytes,
         peak_resident_bytes=budget.peak_resident_bytes,
+        peak_total_bytes=budget.peak_total_bytes,
         in_flight_bytes=budget.in_flight_bytes,
         dirty_bytes=dirty_bytes,
         pinned_bytes=pinned_bytes,

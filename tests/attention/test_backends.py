@@ -14,11 +14,13 @@ from kvd.attention import (
     MlxBackend,
     ReferenceBackend,
     Row,
+    Run,
     device_tiles,
+    host_tiles,
     merge,
     mlx_backend,
 )
-from kvd.attention.mlx_backend import hidden, visible_range
+from kvd.attention.masks import TileSpan, hidden, visible_range
 from kvd.quant.spec import PAGE_TOKENS
 from tests.attention.pages import LAYER, Pages
 
@@ -26,9 +28,9 @@ SHAPES = [(9, 3, 64, 64), (4, 1, 256, 256), (4, 4, 192, 128), (6, 2, 96, 64), (2
 """(query heads, KV heads, k_dim, v_dim): SmolLM2, Gemma 3 270M, MLA-like, odd widths, MHA."""
 
 
-@pytest.fixture(params=["host", "device", "packed"])
+@pytest.fixture(params=["host", "bare", "device", "packed"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
-    """The mlx backend in each strategy; `packed` multiplies packed tiles, as a GPU does with few queries."""
+    """The mlx backend in each strategy; `packed` and `bare` never dequantise, as is done with few queries."""
     if request.param == "packed":
         plain = device_tiles.DeviceState.__init__
 
@@ -36,7 +38,14 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             plain(self, *args, **(options | {"packed": True}))  # type: ignore[arg-type]
 
         monkeypatch.setattr(device_tiles.DeviceState, "__init__", always_packed)
-    return MlxBackend("host" if request.param == "host" else "device")
+    if request.param == "bare":
+        usual = host_tiles.HostState.__init__
+
+        def always_bare(self: host_tiles.HostState, *args: object, **options: object) -> None:
+            usual(self, *args, **(options | {"bare": True}))  # type: ignore[arg-type]
+
+        monkeypatch.setattr(host_tiles.HostState, "__init__", always_bare)
+    return MlxBackend("host" if request.param in ("host", "bare") else "device")
 
 
 def check(mine: AttentionOutput, right: AttentionOutput, tolerance: float = 5e-5) -> None:
@@ -175,7 +184,7 @@ def test_merge_is_softmax_over_the_union() -> None:
     pages = Pages()
     whole = pages.segment(512)
     halves = [
-        Row((type(whole)(whole.block_table[i : i + 1], 256, whole.layer_format, None, 256 * i),), 508) for i in (0, 1)
+        Row((type(whole)(whole.block_table[i : i + 1], (Run(256 * i, 256),), whole.layer_format),), 508) for i in (0, 1)
     ]
     q = pages.queries(4, 4)
     backend = ReferenceBackend()
@@ -249,8 +258,9 @@ def test_visible_ranges_match_the_mask(window: int | None) -> None:
     for _ in range(200):
         query_start, queries = int(rng.integers(0, 1000)), int(rng.integers(1, 80))
         tile_start, tokens = int(rng.integers(0, 1000)), int(rng.integers(1, 400))
-        low, high, masked = visible_range(query_start, queries, tile_start, tokens, window)
-        unseen = hidden(query_start, queries, tile_start, tokens, window)
+        span = TileSpan(0, tokens, tile_start)
+        low, high, masked = visible_range(span, query_start, queries, window)
+        unseen = hidden(span, 0, tokens, query_start, queries, window)
         seen_by_some = np.flatnonzero(~unseen.all(axis=0))
         assert set(seen_by_some) <= set(range(low, high))
         if low < high and not masked:

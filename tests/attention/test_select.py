@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 
-from kvd.attention import AttentionOutput, BackendDisagrees, BackendUnavailable, MlxBackend, ReferenceBackend
+from kvd.attention import (
+    AttentionOutput,
+    BackendDisagrees,
+    BackendUnavailable,
+    MlxBackend,
+    ReferenceBackend,
+    Row,
+    Run,
+)
 from kvd.attention.select import ATTENTION_CHOICES, BACKENDS, ShapeProbe, select_backend, self_test
 from kvd.quant.spec import named_format
 
@@ -100,3 +110,34 @@ def test_the_self_test_says_what_differs() -> None:
     assert caught.value.data["difference"] == pytest.approx(0.01, abs=1e-3)
     for shape in (probe("q4c"), probe("q2", window=64)):
         self_test(MlxBackend("device"), shape)
+
+
+class IgnoresTheTail(MlxBackend):
+    """Right for frames, wrong for an open tail in arrays of its own."""
+
+    name = "ignores-tail"
+
+    def attend(self, pages, queries, *, rows, **options) -> AttentionOutput:
+        """Attend over what is in frames."""
+        segment = rows[0].segments[0]
+        if segment.tail is not None:
+            segment = replace(segment, tail=None, runs=(Run(0, segment.paged_tokens),))
+        return super().attend(pages, queries, rows=(Row((segment,), rows[0].query_start),), **options)
+
+
+class CountsPositions(MlxBackend):
+    """Takes a segment's tokens to follow each other."""
+
+    name = "counts-positions"
+
+    def attend(self, pages, queries, *, rows, **options) -> AttentionOutput:
+        """Attend as if there were one run."""
+        segment = replace(rows[0].segments[0], runs=(Run(0, rows[0].segments[0].tokens),))
+        return super().attend(pages, queries, rows=(Row((segment,), rows[0].query_start),), **options)
+
+
+@pytest.mark.parametrize("broken", [IgnoresTheTail, CountsPositions])
+def test_tails_and_runs_are_tried(broken: type[MlxBackend]) -> None:
+    """A backend that is right for uniform segments in frames alone is passed over."""
+    with pytest.raises(BackendDisagrees):
+        self_test(broken(), probe())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,18 +11,17 @@ import pytest
 from mlx_lm.models import base, gemma3, gemma3_text, llama
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from kvd.model.dispatch import attention_modules, dispatching, install, uninstall
+from kvd.model.dispatch import attention_modules, dispatching, install
 from kvd.model.errors import UnsupportedModel
 from kvd.store.frame_pool import FramePool
 from tests.model.paged import ids_of, plain_logits, relative_error, sequence_over, small_llama, small_spec, step
 
 
 @pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    """Each test starts and ends with mlx-lm's own functions."""
-    yield
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test starts and ends with mlx-lm's own functions; a daemon never takes its dispatcher out again."""
     for module in (llama, gemma3_text):
-        assert module.scaled_dot_product_attention is base.scaled_dot_product_attention
+        monkeypatch.setattr(module, "scaled_dot_product_attention", base.scaled_dot_product_attention)
 
 
 def test_kvd_caches_are_asked_and_others_pass_through() -> None:
@@ -36,26 +34,21 @@ def test_kvd_caches_are_asked_and_others_pass_through() -> None:
 
     before = [run(KVCache), run(QuantizedKVCache), plain_logits(model, ids_of(20))]
     assert install(model) == ("mlx_lm.models.llama",)
-    try:
-        after = [run(KVCache), run(QuantizedKVCache), plain_logits(model, ids_of(20))]
-        paged = step(model, sequence_over(FramePool(1 << 26), small_spec(), pages=1), ids_of(20))
-    finally:
-        uninstall(model)
+    after = [run(KVCache), run(QuantizedKVCache), plain_logits(model, ids_of(20))]
+    paged = step(model, sequence_over(FramePool(1 << 26), small_spec(), pages=1), ids_of(20))
     for one, two in zip(before, after, strict=True):
         np.testing.assert_array_equal(one, two)
     assert relative_error(paged, before[2]) < 0.02
 
 
 def test_installing_twice_is_installing_once() -> None:
-    """Idempotent: one dispatcher, and one `uninstall` restores the original."""
+    """Idempotent: one dispatcher, however often it is installed."""
     model = small_llama()
     install(model)
     first = llama.scaled_dot_product_attention
+    assert first is not base.scaled_dot_product_attention
     install(model)
     assert llama.scaled_dot_product_attention is first
-    uninstall(model)
-    uninstall(model)
-    assert llama.scaled_dot_product_attention is base.scaled_dot_product_attention
 
 
 def test_the_block_restores_what_was_there() -> None:
@@ -75,7 +68,6 @@ def test_the_block_restores_what_was_there() -> None:
     with dispatching(model):
         pass
     assert llama.scaled_dot_product_attention is not base.scaled_dot_product_attention
-    uninstall(model)
 
 
 def test_the_defining_module_is_found_behind_a_wrapper() -> None:

@@ -35,6 +35,10 @@ WEIGHTS = {
     "evict": 2,
     "pin": 1,
     "unpin": 2,
+    "cut": 3,
+    "copies_lost": 1,
+    "log_lost": 1,
+    "retry": 1,
     "tick": 1,
     "heal": 2,
     "close": 1,
@@ -305,14 +309,64 @@ class PagerMachine(RuleBasedStateMachine):
             self.send(ev.Unpinned(space))
 
     def prefetch(self, data: st.DataObject) -> None:
-        """A hint uses free budget only and evicts nothing."""
+        """A hint takes nothing from what is held or was hinted at before, and drops nothing that is not on disk."""
         space = self.pick(data, active=False)
         if space is None:
             return
-        before = self.pager.statistics()
+        held = {s: self.pager.residency(s).resident_pages for s, m in self.models.items() if m.active or m.pinned}
         self.send(ev.PrefetchHinted(space))
-        if not before.waiting_spaces and before.resident_bytes <= self.pager.usable_bytes:
-            assert self.pager.statistics().evictions == before.evictions, "a hint evicts nothing"
+        for each, resident_pages in held.items():
+            assert self.pager.residency(each).resident_pages >= resident_pages, "a hint takes from what is held"
+
+    def cut(self, data: st.DataObject) -> None:
+        """A whole cut: the pages it goes through are demanded, read and kept until it is done; none is needed after."""
+        space = self.pick(data, active=False)
+        if space is None:
+            return
+        model = self.models[space]
+        tokens = data.draw(st.integers(0, len(model.serials)))
+        self.send(ev.CutWanted(space, tokens))
+        for _ in range(data.draw(st.integers(0, 30))):
+            if self.pager.can_cut(space) or not (self.machine.writes or self.machine.loads):
+                break
+            self.load_ends(data)
+            self.write_ends(data)
+        if self.pager.can_cut(space):
+            try:
+                instructions = self.pager.handle(ev.RolledBack(space, tokens))
+            except NoRoomForCopy:
+                pass
+            else:
+                self.machine.carry_out(instructions)
+                if tokens < len(model.serials):
+                    self.wanted.pop(space, None)
+                del model.serials[tokens:]
+        self.send(ev.CutWanted(space, None))
+
+    def copies_lost(self, data: st.DataObject) -> None:
+        """Swap files of pages that are in RAM vanish; they are written again."""
+        space = self.pick(data)
+        if space is None:
+            return
+        pages = [page for segment in self.pager.segments(space) for page in segment.pages if page.state == "clean"]
+        if pages:
+            page = data.draw(st.sampled_from([page.ref.page_id for page in pages]))
+            del self.machine.swap[page]
+            self.send(ev.CopiesLost((page,)))
+
+    def log_lost(self, data: st.DataObject) -> None:
+        """The log of a space whose tails are all in RAM vanishes: they must not be dropped before the next commit."""
+        space = self.pick(data)
+        if space is None:
+            return
+        tails = [segment.tail for segment in self.pager.segments(space)]
+        if all(tail is None or tail.state == "filling" for tail in tails):
+            self.models[space].log = []
+            self.send(ev.LogLost(space))
+
+    def retry(self, data: st.DataObject) -> None:
+        """Somebody waits for writes."""
+        self.send(ev.RetryWanted())
 
     def evict(self, data: st.DataObject) -> None:
         """The user evicts; what is pinned refuses."""

@@ -8,6 +8,7 @@ heals (P1, P2, P3, P5, P10, P14, P16, P19, P22, P34).
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from kvd.model.tokenizer import TextCodec
 from kvd.scheduler.agents import Branch
 from kvd.store.layout import page_of_file
 from kvd.vm.prefix import common_prefix_bytes
-from tests.scheduler.harness import CONTEXT_TOKENS, World, content
+from tests.scheduler.fake_model import CONTEXT_TOKENS
+from tests.scheduler.harness import World, content
 from tests.support.tiny_model import make_tiny_model
 
 NAMES = ("ann", "bob", "eve")
@@ -31,6 +33,9 @@ WORDS = (
     "the", "of", "and", "to", "memory", "page", "agent", "naïve", "日本", "token", "🙂", "course\n", "little", "know",
     "word,", "last", "time.", "water", "42", "import", "self", "",
 )  # fmt: skip
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where the catalog's files go: only they are real, and their flushes would take half of the time."""
+
 COUNTS = (0, 1, 3, 20, 60, 110, 180, 260)
 """Words of a text: on average a page is not quite filled, two and more are common after some turns."""
 
@@ -100,7 +105,7 @@ class TurnMachine(RuleBasedStateMachine):
     @initialize(budget=st.sampled_from([10, 14, 40]), seed=st.integers(0, 2**16), chunk=st.sampled_from([64, 300]))
     def begin(self, budget: int, seed: int, chunk: int) -> None:
         """A small or a large budget, small or large chunks."""
-        self.folder = Path(tempfile.mkdtemp(prefix="kvd-turns-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="kvd-turns-", dir=MEMORY))
         self.world = World(self.folder, codec(), budget_pages=budget, chunk_tokens=chunk, seed=seed)
         self.durable: dict[str, Snapshot] = {}  # what the disk has promised to keep
         self.refusing = False
@@ -330,17 +335,16 @@ class TurnMachine(RuleBasedStateMachine):
         return Snapshot.of(self.world.agent(name).branch) if self.world.has(name) else None
 
     def expected_cached(self, name: str, prompt: bytes) -> set[int]:
-        """Tokens a turn may reuse: of the branches that keep most of the prompt, those with KV."""
+        """Tokens a turn may reuse: those of the branch that has most of the prompt's KV."""
         if not self.world.has(name):
             return {0}
-        kept = [(kept_by(branch, prompt), branch.computed) for branch in self.world.agent(name).branches.values()]
-        most = max(tokens for tokens, _ in kept)
-        return {min(tokens, computed) for tokens, computed in kept if tokens == most}
+        return {max(min(kept_by(each, prompt), each.computed) for each in self.world.agent(name).branches.values())}
 
     def after(self, name: str, *, durable: bool) -> None:
         """Note what an operation promised."""
         assert durable or self.refusing or self.spoiled, "a healthy disk makes every turn durable"
-        assert (self.world.agent(name).unsaved is None) == durable
+        # other branches of the agent may still be unsaved
+        assert durable or self.world.agent(name).unsaved is not None
         if durable:
             self.durable[name] = Snapshot.of(self.world.agent(name).branch)
 

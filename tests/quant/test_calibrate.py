@@ -92,8 +92,8 @@ def test_bytes_per_token_are_measured(loaded: LoadedModel, calibration: Calibrat
 
 
 def test_facts_are_plain_data(calibration: Calibration) -> None:
-    """`dict(calibration)` can be printed and sent: the format, its bytes, every score."""
-    facts = json.loads(json.dumps(dict(calibration)))
+    """`facts` can be printed and sent: the format, its bytes, every score."""
+    facts = json.loads(json.dumps(calibration.facts()))
     assert facts["kv_format"] == calibration.chosen
     assert facts["scored_tokens"] == 2 * (TOKENS - 1)
     assert set(facts["scores"]) == {score.format for score in calibration.scores}
@@ -144,7 +144,7 @@ def test_a_folder_is_loaded_and_progress_reported(folder: ModelFolder) -> None:
     stored = load_calibration(folder.path, result.fingerprint)
     assert stored is not None
     assert stored.facts() == result.facts()
-    assert [title.split()[-1] for title in stages.titles] == ["tiny", "channels", "quantisation", "q8"]
+    assert [title.split()[-1] for title in stages.titles] == ["tiny", "channels", "precision", "q8"]
 
 
 def test_when_nothing_is_good_the_best_is_taken(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

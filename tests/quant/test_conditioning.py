@@ -104,6 +104,37 @@ def test_constants_survive_the_disk(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("damage", [b"", b"x", None])
+def test_a_damaged_file_is_written_again(tmp_path: Path, damage: bytes | None) -> None:
+    """P4: as long as the constants are known, the pages that need them stay readable; what is good is left alone."""
+    one = constants()
+    path = save_conditioning(one, tmp_path)
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]) if damage is None else damage)
+    assert save_conditioning(one, tmp_path) == path
+    assert path.read_bytes() == good
+
+
+def test_the_writer_is_the_callers(tmp_path: Path) -> None:
+    """Data folders have their own way to write; it is used for what is missing or damaged, and for nothing else."""
+    one, written = constants(), []
+
+    def write(path: Path, data: bytes) -> None:
+        written.append(path)
+        path.write_bytes(data)
+
+    for _ in range(2):
+        assert save_conditioning(one, tmp_path, write) == tmp_path / f"{one.digest}.safetensors"
+    assert written == [tmp_path / f"{one.digest}.safetensors"]
+    assert load_conditioning(written[0]).digest == one.digest
+
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        save_conditioning(constants(seed=9), tmp_path, refuse)
+
+
 @pytest.mark.parametrize("offset", [-1, -700, 20, 40, 70, 90])
 def test_a_flipped_bit_is_noticed(tmp_path: Path, offset: int) -> None:
     """P4: damage in data or header raises; constants are never used unverified."""

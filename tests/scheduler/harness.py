@@ -1,9 +1,5 @@
 """The engine in one thread on a disk that forgets: real core, pager, pool, store, recovery; a fake model, no sockets.
 
-The fake model has two layers of different geometry, so two cache groups. K and V of a token depend on its id and
-position alone, elementwise, so the bytes of every page of every branch are known in advance to the last bit, whatever
-the step partition. Logits come from attention over all cached pages: one wrong byte anywhere changes them.
-
 The swap thread is replaced by a queue that carries an operation out when the test says so, or when nothing else can go
 on; when even that does not help, a second of time passes (a tick). A turn that then still waits is stuck: a failure.
 """
@@ -14,24 +10,17 @@ import errno
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-
 from kvd.attention.reference import ReferenceBackend
 from kvd.errors import KvdError
-from kvd.ids import AgentId, Fingerprint, FrameId, GroupId, Namespace, PageId, RequestId
-from kvd.model.cache import SequenceCache
-from kvd.model.forward import Forward
+from kvd.ids import AgentId, FrameId, GroupId, Namespace, PageId, RequestId
 from kvd.model.loader import LoadedModel
-from kvd.model.spec import LayerSpec, ModelCacheSpec
 from kvd.model.tokenizer import TextCodec
-from kvd.quant.codec import encode
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.commit import sweep
@@ -40,218 +29,25 @@ from kvd.scheduler.jobs import run_job
 from kvd.scheduler.memory import Memory
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest, TurnResult
 from kvd.scheduler.restore import restore_agents
-from kvd.scheduler.sampling import SamplingParams
+from kvd.scheduler.sampling import LogitsHook, SamplingParams
 from kvd.scheduler.store_door import StoreDoor, SwapQueue
 from kvd.scheduler.turn import TurnState, run_turn
 from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import RecoveryReport
-from kvd.store.swap_ops import (
-    AppendRecordOp,
-    DeletePageOp,
-    FlushOp,
-    ReadPageOp,
-    ReadTailOp,
-    SwapOp,
-    SwapResult,
-    SwapStatistics,
-    WritePageOp,
-)
+from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_store import SwapStore
 from kvd.vm.events import Tick
 from kvd.vm.page import READABLE
 from kvd.vm.pager import Pager
 from kvd.vm.text import Span, TypedText
+from tests.scheduler.fake_model import FakeModel, Truth, make_formats, make_spec
+from tests.scheduler.inline_swap import InlineSwap
 from tests.support.lossy_disk import LossyFileSystem
 
-DIM = 32
-LAYERS = (LayerSpec("full", 1, DIM, DIM), LayerSpec("full", 2, DIM, DIM))
-CONTEXT_TOKENS = 2048
 ROOT = Path("/data/kvd")
 MAX_IDLE_TICKS = 30
-
-
-class FakeModel:
-    """Deterministic stand-in for an mlx-lm model: `model(ids, cache)`, `args`, `lm_head`.
-
-    Args:
-        vocab: rows of the vocabulary.
-        seed: of its weights.
-    """
-
-    def __init__(self, vocab: int, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self.args = SimpleNamespace(tie_word_embeddings=False)
-        self.fail_at: int | None = None
-        self.steps = 0
-        self.tokens_seen = 0
-        self._queries = rng.standard_normal((vocab, DIM), dtype=np.float32)
-        self._tables = [
-            [rng.standard_normal((vocab, layer.kv_heads, DIM), dtype=np.float32) for _ in "kv"] for layer in LAYERS
-        ]
-        self._places = rng.standard_normal((2, CONTEXT_TOKENS, 1, DIM), dtype=np.float32)
-        self._head = rng.standard_normal((vocab, DIM), dtype=np.float32)
-        self._head[:3] = 0.0  # control tokens are never the greedy choice
-
-    def kv(self, layer: int, ids: Sequence[int], start: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values [kv_heads, n, DIM] of `ids` at positions from `start` on."""
-        index = np.asarray(ids, dtype=np.int64)
-        k, v = (
-            (table[index] + self._places[side, start : start + len(index)]).swapaxes(0, 1)
-            for side, table in enumerate(self._tables[layer])
-        )
-        return np.ascontiguousarray(k), np.ascontiguousarray(v)
-
-    def model(self, ids: mx.array, cache: Any) -> mx.array:
-        """Hidden states [1, n, DIM]."""
-        self.steps += 1
-        tokens = np.array(ids)[0]
-        start = cache[0].offset
-        hidden = mx.array(self._queries[tokens])[None]
-        for layer, each in enumerate(cache):
-            k, v = self.kv(layer, tokens, start)
-            each.update_and_fetch(mx.array(k)[None], mx.array(v)[None])
-            if self.steps == self.fail_at:
-                raise RuntimeError("the model broke in the middle of a step")
-            heads = LAYERS[layer].kv_heads
-            queries = mx.broadcast_to(hidden[:, None], (1, heads, len(tokens), DIM))
-            mask = each.make_mask(len(tokens))
-            out = each.attend(queries, scale=DIM**-0.5, mask=mask)
-            hidden = hidden + mx.sum(out, axis=1)
-        self.tokens_seen += len(tokens)
-        return hidden
-
-    def lm_head(self, hidden: mx.array) -> mx.array:
-        """Logits [1, n, vocab]."""
-        return hidden @ mx.array(self._head).T
-
-
-def make_spec(vocab: int, seed: int = 0) -> ModelCacheSpec:
-    """Cache geometry of the fake model."""
-    return ModelCacheSpec(
-        model_name="fake",
-        fingerprint=Fingerprint(hashlib.blake2b(b"fake %d" % seed, digest_size=16).hexdigest()),
-        layers=LAYERS,
-        query_heads=2,
-        context_tokens=CONTEXT_TOKENS,
-        vocab_tokens=vocab,
-        scratch_bytes=1,
-    )
-
-
-def make_formats(spec: ModelCacheSpec, name: str = "q4") -> FormatBook:
-    """One named format for both groups."""
-    formats = [group.format(name) for group in spec.groups]
-    layouts = {
-        (number, str(page_format.format_id)): group.layout(page_format)
-        for number, (group, page_format) in enumerate(zip(spec.groups, formats, strict=True))
-    }
-    return FormatBook(tuple(page_format.format_id for page_format in formats), layouts, {})
-
-
-class Truth:
-    """What the fake model must store and say, computed without any of the code under test but codec and attention."""
-
-    def __init__(self, model: FakeModel, spec: ModelCacheSpec, formats: FormatBook) -> None:
-        self._model = model
-        self._spec = spec
-        self._layouts = [formats.layouts[number, name] for number, name in enumerate(formats.default_ids)]
-
-    def page_bytes(self, group: int, ids: Sequence[int], page: int) -> bytes:
-        """Tokens of page `page` of a group as a frame holds them: `pool.extract(frame, 0, n)`."""
-        layout = self._layouts[group]
-        start = page * PAGE_TOKENS
-        piece = ids[start : start + PAGE_TOKENS]
-        parts: list[bytes] = []
-        for at, layer in enumerate(layout.layer_indices):
-            layer_format = layout.page_format.layers[at]
-            k, v = self._model.kv(layer, piece, start)
-            for values, side in ((k, layer_format.k), (v, layer_format.v)):
-                encoded = encode(values, side)
-                parts += [encoded.codes.tobytes(), encoded.scales.tobytes(), encoded.biases.tobytes()]
-        return b"".join(parts)
-
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits after `ids`, from pages made here."""
-        pool = FramePool(1 << 30)
-        cache = SequenceCache(
-            pool=pool, spec=self._spec, layouts=self._layouts, backend=ReferenceBackend(), tokens=len(ids)
-        )
-        number = 0
-        for group, layout in enumerate(self._layouts):
-            table: list[FrameId] = []
-            for page in range(-(-len(ids) // PAGE_TOKENS)):
-                number += 1
-                pool.create(FrameId(number), layout)
-                tokens = min(PAGE_TOKENS, len(ids) - page * PAGE_TOKENS)
-                pool.insert(FrameId(number), 0, tokens, self.page_bytes(group, ids, page))
-                table.append(FrameId(number))
-            cache.set_block_table(group, table)
-        return Forward(self._model).replay(cache, ids[-1])
-
-    def is_greedy(self, ids: Sequence[int], prompt_tokens: int) -> bool:
-        """Whether each token from `prompt_tokens` on is the most likely one after those before it."""
-        return all(int(np.argmax(self.logits(ids[:n]))) == ids[n] for n in range(prompt_tokens, len(ids)))
-
-
-class InlineSwap:
-    """A `SwapQueue` without a thread. Reads overtake what does not concern them, as in the real one.
-
-    Args:
-        store: carries operations out.
-        deliver: takes the answers.
-    """
-
-    def __init__(self, store: SwapStore, deliver: Callable[[SwapResult], None]) -> None:
-        self._store = store
-        self._deliver = deliver
-        self.queue: deque[SwapOp] = deque()
-
-    def submit(self, op: SwapOp) -> None:
-        """Queue an operation."""
-        self.queue.append(op)
-
-    def perform(self) -> bool:
-        """Carry out one operation and deliver its answer; False when there is none."""
-        if not self.queue:
-            self._store.idle()
-            return False
-        earlier: set[tuple[str, ...]] = set()
-        chosen = self.queue[0]
-        for op in self.queue:
-            if isinstance(op, ReadPageOp | ReadTailOp) and subject(op) not in earlier:
-                chosen = op
-                break
-            earlier.add(subject(op))
-        self.queue.remove(chosen)
-        self._deliver(self._store.perform(chosen))
-        return True
-
-    def statistics(self) -> SwapStatistics:
-        """Figures."""
-        return self._store.statistics()
-
-    def close(self) -> None:
-        """Finish what is queued."""
-        while self.perform():
-            pass
-        self._store.close()
-
-
-def subject(op: SwapOp) -> tuple[str, ...]:
-    """The page or log an operation concerns."""
-    match op:
-        case WritePageOp(header) | ReadPageOp(header):
-            return ("page", header.page_id)
-        case DeletePageOp(page_id):
-            return ("page", page_id)
-        case AppendRecordOp(record):
-            return ("log", record.namespace, record.agent)
-        case FlushOp():
-            return ()
-        case _:
-            return ("log", op.namespace, op.agent)
 
 
 @dataclass
@@ -464,6 +260,7 @@ class World:
         max_tokens: int,
         append: bool = False,
         stop: tuple[str, ...] = (),
+        hooks: tuple[LogitsHook, ...] = (),
         cancel_after: int | None = None,
         on_step: Callable[[TurnState], None] | None = None,
         **sampling: Any,
@@ -478,6 +275,7 @@ class World:
             max_tokens=max_tokens,
             sampling=SamplingParams(**sampling),
             stop=stop,
+            hooks=hooks,
             emit=lambda event: outcome.events.append(dict(event)),
         )
         state = TurnState(request, self.now_s)
@@ -539,11 +337,14 @@ class World:
         sweep(self.core)
 
     def settle(self) -> None:
-        """Carry out everything that is queued, deletions included."""
+        """Carry out everything that is queued and what the engine does when it is idle, deletions included."""
         for _ in range(3):
             while self.step_store():
                 pass
             self.tick()
+            for agent in list(self.core.agents):
+                if agent.compaction_due and agent.logged:
+                    self.job("compact", agent.ref.agent)
 
     def save_unsaved(self) -> None:
         """What the engine does at its ticks for turns the disk refused."""

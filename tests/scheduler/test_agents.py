@@ -156,11 +156,9 @@ class Engine:
         """Append a record; when the disk refuses it, nothing changes."""
         record = self.record(one)
         if not works:
-            self.agent.unsaved = "full"
             return
         self._write(record)
         self.agent.logged = True
-        self.agent.unsaved = None
         mark_committed(one.branch, self.agent.branches.values())
 
     def _write(self, record: AgentRecord) -> None:
@@ -176,7 +174,7 @@ class Engine:
         records = list(
             snapshot_records(
                 image,
-                lambda branch, group: tail_of(image.branches[branch], group, old),
+                lambda branch, group, *_: tail_of(image.branches[branch], group, old),
                 keep=frozenset(self.agent.branches),
             )
         )

@@ -20,14 +20,18 @@ from kvd.ops.logs import RequestLine
 from kvd.scheduler import engine as engine_module
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
+from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.requests import JobRequest, TurnRequest
 from kvd.scheduler.restore import restore_agents
+from kvd.scheduler.upkeep import MAX_SAVE_WAIT_S
 from kvd.store.fs import FileHandle, RealFileSystem
 from kvd.store.layout import DataFolder
 from kvd.store.recovery import recover
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_thread import SwapThread
-from tests.scheduler.harness import FakeModel, content, make_core, make_formats, make_spec, ref_of
+from kvd.vm.errors import IllegalTransition
+from tests.scheduler.fake_model import FakeModel, make_formats, make_spec
+from tests.scheduler.harness import content, make_core, ref_of
 from tests.scheduler.test_turn import text_of
 
 WAIT_S = 20.0
@@ -313,7 +317,114 @@ def test_a_disk_that_heals_gets_what_it_refused_without_being_asked(
     while not look() and time.monotonic() < deadline:
         saved.wait(0.02)
     assert look()
-    assert sum(line.method == "agent.save" for line in runner.lines) < 15
+    assert [line.method for line in runner.lines] == ["generate"] * 3, "no client asked for the saves"
+    assert runner.look(lambda core: core.stats.requests) == 3
+
+
+def test_what_the_disk_refused_is_saved_between_requests(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that is never empty does not keep an unsaved turn in RAM: the save goes ahead of those that wait."""
+    runner.fs.refuses = True
+    assert runner.turn("a", "one").result["durable"] is False
+    runner.fs.refuses = False
+    gate = Gate(runner.model)
+    now = time.monotonic() + 2 * MAX_SAVE_WAIT_S
+    monkeypatch.setattr(runner.engine._upkeep, "_clock", lambda: now)
+    first = runner.turn("b", "two")
+    assert gate.entered.wait(WAIT_S)
+    saved: list[object] = []
+    look = [runner.turn("c", "three", emit=lambda event: saved.append(unsaved())), runner.turn("d", "four")]
+
+    def unsaved() -> object:
+        core = runner.engine._core
+        assert core is not None
+        return core.agents.get(ref_of("a")).unsaved
+
+    gate.go_on.set()
+    for answer in (first, *look):
+        assert answer.result["durable"]
+    assert saved[1] is None, "when the next request runs, the save is done"
+
+
+def test_evictions_and_hints_do_not_wait_for_a_running_request(runner: Runner) -> None:
+    """While one agent decodes, others are evicted and prefetched; what is queued for the same agent keeps its order."""
+    for name in ("a", "b"):
+        runner.turn(name, text_of(40))
+    runner.job("evict", "a").wait()
+    gate = Gate(runner.model)
+    running = runner.turn("c", "three", max_tokens=3)
+    assert gate.entered.wait(WAIT_S)
+    evicted, hinted = runner.job("evict", "b"), runner.job("prefetch", "a")
+    last = runner.turn("d", "four")
+    own = runner.job("evict", "c")
+    gate.go_on.set()
+    assert evicted.result["resident_pages"] == 0
+    assert hinted.result["agent"] == "a"
+    assert own.result["resident_pages"] == 0
+    assert running.result["durable"]
+    assert last.result["durable"]
+    order = [line.agent for line in runner.lines if line.request is not None][3:]
+    assert set(order[:2]) == {"a", "b"}, order
+    assert order[2:] == ["c", "d", "c"], order
+
+
+def test_a_queued_turns_pages_come_in_while_another_decodes(runner: Runner) -> None:
+    """Swap-in overlaps with other agents' work."""
+    text = text_of(40)
+    runner.turn("a", text).wait()
+    runner.job("evict", "a").wait()
+    gate = Gate(runner.model)
+    runner.turn("b", "two", max_tokens=3)
+    assert gate.entered.wait(WAIT_S)
+    queued = runner.turn("a", runner_text(runner, gate, "a"))
+    assert queued.result["match"] in ("extend", "exact")
+    assert queued.result["swapped_in_pages"] == 0
+    assert runner.look(lambda core: core.pager.statistics().prefetches) > 0
+
+
+def runner_text(runner: Runner, gate: Gate, name: str) -> str:
+    """An agent's text, asked for between two steps."""
+    text = runner.engine.call(lambda core: core.agents.get(ref_of(name)).branch.text.decode())
+    gate.go_on.set()
+    return str(text.result(WAIT_S))
+
+
+def test_a_log_that_is_mostly_dead_is_compacted_after_the_reply(runner: Runner) -> None:
+    """By the engine itself, when nothing else is to do, and without a line."""
+    for number in range(40):
+        runner.turn("a", text_of(18) + f" {number}" + text_of(7)).wait()
+    deadline = time.monotonic() + WAIT_S
+    while not runner.look(lambda core: core.store.statistics().logs_compacted) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert runner.look(lambda core: core.store.statistics().logs_compacted)
+    assert {line.method for line in runner.lines} == {"generate"}
+
+
+@pytest.mark.parametrize("how", ["memory", "transition"])
+def test_books_that_broke_inside_a_request_end_the_engine(runner: Runner, how: str) -> None:
+    """An instruction that was lost, or an illegal move, is nobody's own fault: going on would hang or lie later."""
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory") if how == "memory" else IllegalTransition("no such move")
+
+    def spoil(core: EngineCore) -> None:
+        if how == "memory":
+            core.memory.pool.create = broken  # type: ignore[method-assign,assignment]
+        else:
+            core.pager.handle = broken  # type: ignore[method-assign,assignment]
+
+    runner.look(spoil)
+    assert isinstance(runner.turn("a", "one").error, InternalError)
+    assert runner.told.wait(WAIT_S)
+    assert isinstance(runner.ready[-1], EngineBroken)
+    assert [event for event, _ in runner.logged if event == "engine_failed"]
+
+
+def test_a_turns_line_names_its_method_and_what_it_wrote(runner: Runner) -> None:
+    """P15, P38: `chat` is no `generate`, and the bytes of the commit are there."""
+    assert runner.turn("a", "one", method="chat").result["durable"]
+    (line,) = runner.lines
+    assert line.method == "chat"
+    assert line.written_bytes
 
 
 def test_a_stop_answers_everybody(runner: Runner) -> None:

@@ -45,15 +45,19 @@ def test_a_lost_page_costs_computing_and_nothing_else(world: World) -> None:
 
 
 def test_a_fork_of_an_agent_with_a_lost_page_is_whole_and_durable(world: World) -> None:
-    """The child gets every token; what was lost is computed before the reply says durable."""
+    """The child gets every token; a loss that the page that is cut shows is made good before the reply says durable."""
     text = evicted(world)
     world.spoil_page(world.page_ids("a")[1])
-    facts = world.job("fork", "a", new_agent="b").facts
+    tokens = PAGE_TOKENS + 30
+    facts = world.job("fork", "a", new_agent="b", tokens=tokens).facts
     assert facts["durable"]
-    assert facts["computed_tokens"] == facts["tokens"] == len(world.agent("a").branch.tokens)
+    assert facts["computed_tokens"] == facts["tokens"] == tokens
+    whole = world.job("fork", "a", new_agent="c").facts
+    assert (whole["durable"], whole["tokens"]) == (True, len(world.agent("a").branch.tokens))
     world.crash()
-    assert world.text("b") == text
-    assert world.generate("b", text + " b", max_tokens=1).turn.cached_tokens == facts["computed_tokens"]
+    assert text.startswith(world.text("b"))
+    assert world.generate("b", world.text("b") + " b", max_tokens=1).turn.cached_tokens == tokens
+    assert world.text("c") == text
 
 
 def test_a_divergence_from_a_branch_with_a_lost_page_says_so(world: World) -> None:
@@ -396,7 +400,10 @@ def test_pins_beyond_a_smaller_budget_are_given_up_at_start(make_world: Callable
     assert "default/a is not pinned any more" in world.notices[0]
     assert world.generate("b", text_of(20), max_tokens=1).turn.durable
     assert isinstance(world.generate("a", world.text("a") + "!", max_tokens=1).error, BudgetExceeded)
-    assert isinstance(world.job("rollback", "a", tokens=10).error, BudgetExceeded)
+    facts = world.job("fork", "a", new_agent="b2", tokens=PAGE_TOKENS + 3).facts
+    assert (facts["durable"], facts["tokens"]) == (True, PAGE_TOKENS + 3)
+    assert world.generate("a", text_of(10), max_tokens=1).turn.match == "diverge"
+    assert world.job("rollback", "a", tokens=10).facts["durable"], "what is cut need not fit"
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import CallerError, InvalidParams, InvalidText
@@ -117,6 +117,7 @@ ANYTHING = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.dictionaries(st.sampled_from([*TURN_NAMES, "messages", "text"]), ANYTHING))
 def test_nothing_a_client_sends_is_more_than_refused(raw: dict[str, object]) -> None:
     """Any value either passes or is the caller's error; nothing else is ever raised."""

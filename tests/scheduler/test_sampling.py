@@ -155,7 +155,7 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float, temperature: float)
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k must be 0 .all. or more"),
         ({"min_p": 1.0}, "min_p must be at least 0 and below 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0 and at most 100"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.01 to 100"),
         ({"seed": -1}, "seed must be between 0"),
         ({"seed": 2**63}, "seed"),
         ({"logit_bias": ((1, float("inf")),)}, "logit_bias must be at most 1e.06 each way"),

@@ -10,7 +10,8 @@ from kvd.errors import BudgetExceeded, Cancelled, ContextFull, InvalidParams
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import MAX_BRANCHES
 from kvd.vm.text import Span, TypedText
-from tests.scheduler.harness import CONTEXT_TOKENS, World, content
+from tests.scheduler.fake_model import CONTEXT_TOKENS
+from tests.scheduler.harness import World, content
 
 LINE = " the memory of a small system course little know last water"
 
@@ -119,9 +120,10 @@ def test_branches_beyond_the_limit_are_let_go_of(world: World) -> None:
     base = text_of(30)
     for number in range(MAX_BRANCHES + 4):
         world.generate("a", f"{base} {number}" + text_of(26), max_tokens=1)
-    world.settle()
     agent = world.agent("a")
     assert len(agent.branches) == MAX_BRANCHES + 1
+    world.job("compact", "a")
+    world.settle()
     assert agent.dropped_branches == []
     mapped = {
         page.ref.page_id

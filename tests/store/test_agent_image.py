@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.quant.spec import PAGE_TOKENS
-from kvd.store.agent_image import AgentImage, apply, merge_spans, replay
+from kvd.store.agent_image import AgentImage, apply
 from kvd.store.errors import RecordInvalid
 from kvd.store.record_codec import encode_record
 from kvd.store.records import AgentRecord, PageEntry, PositionRun, SegmentDelta
 from kvd.store.snapshot import join_tail, snapshot_records
-from kvd.vm.text import Span
+from kvd.vm.text import Span, merge_spans
 from tests.support.store_data import LAYOUTS, NUMERICS, ModelAgent, content, hex_of, layouts, slice_kv
 
 
@@ -32,14 +32,16 @@ class MemoryLog:
 
     def replay(self) -> AgentImage:
         """The agent."""
-        image = replay(self.records, layouts=layouts)
+        image: AgentImage | None = None
+        for record, payload_end in self.records:
+            image = apply(image, record, payload_end=payload_end, layouts=layouts)
         assert image is not None
         return image
 
-    def read_tail(self, branch: int, group: int) -> bytes:
+    def read_tail(self, branch: int, group: int, segment: int = 0) -> bytes:
         """Tail KV from the log's bytes."""
-        segment = self.replay().branches[branch].segment(group)
-        return join_tail(segment, LAYOUTS[group], lambda f: self.data[f.offset : f.offset + f.kv_bytes])
+        state = self.replay().branches[branch].segment(group, segment)
+        return join_tail(state, LAYOUTS[group], lambda f: self.data[f.offset : f.offset + f.kv_bytes])
 
 
 @dataclass
@@ -122,7 +124,7 @@ def record_of(
 
 
 steps = st.tuples(
-    st.sampled_from(["turn", "turn", "rollback", "fork", "flip"]),
+    st.sampled_from(["turn", "turn", "rollback", "fork", "switch"]),
     st.integers(0, 300),
     st.floats(0, 1),
     st.booleans(),
@@ -134,16 +136,10 @@ def run_history(history: list[tuple[str, int, float, bool, str]]) -> tuple[Model
     """Carry out random steps on model and log."""
     model, log = Model(branches={0: Branch()}), MemoryLog()
     for number, (step, tokens, where, pending, kind) in enumerate(history):
-        base = model.branches[model.current]
-        if step == "flip":
+        if step == "switch":
             model.current = sorted(model.branches)[int(where * (len(model.branches) - 1))]
-            if not log.records:
-                continue
-            flip = record_of(model, model.current, Branch(), Branch(), 0, "flip", None, base_tail=False)
-            log.add(replace(flip, segments=()))
-            model.seq += 1
-            continue
-        cut = len(base.tokens) if step == "turn" else int(where * len(base.tokens))
+        base = model.branches[model.current]
+        cut = len(base.tokens) if step in ("turn", "switch") else int(where * len(base.tokens))
         fork = step == "fork" and bool(log.records)
         target = max(model.branches) + 1 if fork else model.current
         after = Branch(
@@ -154,7 +150,7 @@ def run_history(history: list[tuple[str, int, float, bool, str]]) -> tuple[Model
         )
         parent = model.current if fork else None
         # the KV of a token that was pending in the base is new
-        name = "create" if not log.records else "fork" if fork else "turn" if step == "turn" else "rollback"
+        name = "create" if not log.records else "rollback" if step == "rollback" else "turn"
         log.add(record_of(model, target, base, after, cut, name, parent, base_tail=True))
         model.branches[target] = after
         model.current = target
@@ -185,18 +181,22 @@ def check_model(model: Model, image: AgentImage, log: MemoryLog) -> None:
 def test_random_histories_equal_a_simple_model_and_survive_compaction(
     history: list[tuple[str, int, float, bool, str]],
 ) -> None:
-    """Turns, rollbacks, forks and flips; then replay(snapshot(replay(log))) == replay(log), twice."""
+    """Turns, rollbacks, forks and other branches' turns; then replay(snapshot(replay(log))) == replay(log), twice."""
     model, log = run_history(history)
     if not log.records:
         return
     image = log.replay()
     check_model(model, image, log)
-    assert 0 <= image.dead_bytes <= image.kv_bytes <= image.log_bytes == len(log.data)
+    assert 0 <= image.dead_bytes <= image.log_bytes == len(log.data)
     compacted = MemoryLog()
     for record in snapshot_records(image, log.read_tail):
         compacted.add(record)
     again = compacted.replay()
     assert again.dead_bytes == 0
+    pages = sum(len(segment.pages) for branch in image.branches.values() for segment in branch.segments)
+    spans = sum(len(branch.spans) for branch in image.branches.values())
+    slack = 256 * (1 + len(image.branches)) + 32 * pages + 16 * spans
+    assert 0 <= image.rewritten_bytes(image.branches) - len(compacted.data) <= slack
     assert content(again, compacted.read_tail) == content(image, log.read_tail)
     twice = MemoryLog()
     for record in snapshot_records(again, compacted.read_tail):
@@ -233,6 +233,27 @@ def test_dead_bytes_grow_when_pages_are_sealed_and_compaction_becomes_due() -> N
         due.append(log.replay().compaction_due(LAYOUTS[0].payload_bytes))
     assert not due[1]
     assert due[-1]
+
+
+def test_what_an_unwanted_branch_takes_is_dead() -> None:
+    """P15 P26: ids, text and tails of branches let go of count, so that they are rewritten away when that pays."""
+    _, log = run_history(
+        [("turn", 200, 0, False, "content"), ("fork", 200, 0, False, "content"), ("fork", 200, 0, False, "content")]
+    )
+    image = log.replay()
+    token_bytes = 8 + 2 + sum(layout.token_bytes for layout in LAYOUTS)
+    assert image.dead_bytes < 2000, "spans of neighbours become one"
+    for keep, dropped in (({0, 1, 2}, 0), ({0, 2}, 1), (set(), 2)):
+        dead = image.dead_bytes_without(keep)
+        assert dropped * 200 * token_bytes <= dead + 1000 <= dropped * 200 * token_bytes + 3000
+        compacted = MemoryLog()
+        for record in snapshot_records(image, log.read_tail, keep=keep):
+            compacted.add(record)
+        assert dead <= len(log.data) - len(compacted.data)
+    assert not image.compaction_due(100 * token_bytes)
+    assert not image.compaction_due(100 * token_bytes, {0})
+    assert image.compaction_due(100 * token_bytes, set())
+    assert not image.compaction_due(500 * token_bytes, set()), "a rewrite for less than a page"
 
 
 def test_branches_can_be_left_out_of_a_snapshot() -> None:
@@ -284,12 +305,8 @@ def broken_records() -> dict[str, AgentRecord]:
         "unknown parent": replace(record, branch=1, parent=7),
         "fork onto an existing branch": replace(record, branch=0, parent=0),
         "new branch with a base": replace(record, branch=5),
-        "flip to nowhere": replace(
-            record, kind="flip", branch=5, token_ids=(), token_bytes=(), spans=(), text=b"", segments=()
-        ),
-        "flip with content": replace(record, kind="flip"),
-        "group twice": replace(record, segments=(record.segments[0], record.segments[0])),
-        "group left out": replace(record, segments=record.segments[:1]),
+        "segment twice": replace(record, segments=(record.segments[0], record.segments[0])),
+        "segment left out": replace(record, segments=record.segments[:1]),
         "keeps pages that are not there": with_segment(record, kept_pages=2),
         "drops a page but keeps the tail": with_segment(record, kept_pages=0),
         "tail backwards": with_segment(record, tail_start=60),

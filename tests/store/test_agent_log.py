@@ -23,7 +23,7 @@ def log_bytes(payloads: list[bytes], *, first_seq: int = 1, seed: bytes = SEED) 
     """A whole log."""
     data, previous = b"", seed
     for seq, payload in enumerate(payloads, first_seq):
-        head, previous = frame_header(seq, payload, previous)
+        head, previous = frame_header(seq, (payload,), previous)
         data += head + payload
     return data
 
@@ -47,7 +47,7 @@ def test_frames_come_back_in_order() -> None:
     assert [bytes(frame.payload) for frame in scan.frames] == PAYLOADS
     assert [frame.seq for frame in scan.frames] == [1, 2, 3, 4]
     assert [data[frame.payload_offset : frame.end] for frame in scan.frames] == PAYLOADS
-    assert (scan.good_bytes, scan.damage, scan.torn_bytes) == (len(data), None, 0)
+    assert (scan.good_bytes, scan.damage) == (len(data), None)
     assert scan_log(b"", SEED).good_bytes == 0
 
 
@@ -58,8 +58,8 @@ def test_every_cut_is_torn_and_keeps_the_records_before_it() -> None:
     for cut in range(len(data)):
         scan = scan_log(data[:cut], SEED)
         assert len(scan.frames) == sum(end <= cut for end in ends)
-        assert scan.torn_bytes == cut - scan.good_bytes
-        assert scan.damage is None or scan.damage.kind == "torn"
+        assert (scan.damage is None) == (cut == scan.good_bytes)
+        assert scan.damage is None or (scan.damage.kind, scan.damage.lost_bytes) == ("torn", cut - scan.good_bytes)
 
 
 def test_garbage_and_zeros_after_the_last_record_are_torn() -> None:
@@ -70,7 +70,7 @@ def test_garbage_and_zeros_after_the_last_record_are_torn() -> None:
         scan = scan_log(data + rest, SEED)
         assert len(scan.frames) == 4
         assert scan.damage is not None
-        assert (scan.damage.kind, scan.torn_bytes) == ("torn", len(rest))
+        assert (scan.damage.kind, scan.damage.lost_bytes) == ("torn", len(rest))
 
 
 def test_every_flipped_bit_before_the_last_record_is_corruption() -> None:
@@ -114,8 +114,8 @@ def test_a_compacted_log_may_start_at_any_number_but_has_no_gap() -> None:
     """Numbers go on over compaction; inside a log they are consecutive even when the chain is intact."""
     scan = scan_log(log_bytes(PAYLOADS, first_seq=41), SEED)
     assert [frame.seq for frame in scan.frames] == [41, 42, 43, 44]
-    head, checksum = frame_header(1, b"x", SEED)
-    gap, _ = frame_header(3, b"y", checksum)
+    head, checksum = frame_header(1, (b"x",), SEED)
+    gap, _ = frame_header(3, (b"y",), checksum)
     scan = scan_log(head + b"x" + gap + b"y", SEED)
     assert len(scan.frames) == 1
     assert scan.damage is not None
@@ -128,17 +128,17 @@ def test_a_failed_append_is_cut_off_before_the_next(tmp_path: Path) -> None:
         fs = disk(tmp_path)
         log = AgentLog(fs, PATH, SEED)
         if failing != "fsync_dir":  # only the first append flushes the folder
-            log.append(1, b"one")
+            log.append(1, (b"one",))
         fs.fail = lambda number, name, path, failing=failing: (
             errno.EIO if name == failing or (name == "truncate" and number % 2) else None
         )
         for _ in range(3):
             with pytest.raises(OSError):
-                log.append(2 if failing != "fsync_dir" else 1, b"never")
+                log.append(2 if failing != "fsync_dir" else 1, (b"never",))
         fs.fail = lambda number, name, path: None
         if failing == "fsync_dir":
-            log.append(1, b"one")
-        log.append(2, b"two")
+            log.append(1, (b"one",))
+        log.append(2, (b"two",))
         fs.crash()
         scan = scan_log(fs.read(PATH), SEED)
         assert [bytes(frame.payload) for frame in scan.frames] == [b"one", b"two"]
@@ -149,9 +149,9 @@ def test_the_first_append_makes_the_name_durable(tmp_path: Path) -> None:
     """A new log is found after a crash; later appends do not flush the folder again."""
     fs = disk(tmp_path)
     log = AgentLog(fs, PATH, SEED)
-    log.append(1, b"one")
+    log.append(1, (b"one",))
     fs.log.clear()
-    log.append(2, b"two")
+    log.append(2, (b"two",))
     assert not [entry for entry in fs.log if entry.startswith("fsync_dir")]
     fs.crash()
     assert len(scan_log(fs.read(PATH), SEED).frames) == 2
@@ -161,14 +161,14 @@ def test_a_log_that_lost_committed_bytes_takes_no_more(tmp_path: Path) -> None:
     """Nothing is appended to a log that something else cut or removed."""
     fs = disk(tmp_path)
     log = AgentLog(fs, PATH, SEED)
-    log.append(1, b"one")
+    log.append(1, (b"one",))
     fs.poke(PATH, fs.read(PATH)[:-1])
     with pytest.raises(LogVanished) as caught:
-        log.append(2, b"two")
+        log.append(2, (b"two",))
     assert caught.value.data["committed_bytes"] == FRAME.size + 3
     fs.unlink(PATH)
     with pytest.raises(LogVanished):
-        log.append(2, b"two")
+        log.append(2, (b"two",))
 
 
 def test_compaction_is_all_or_nothing(tmp_path: Path) -> None:
@@ -176,12 +176,12 @@ def test_compaction_is_all_or_nothing(tmp_path: Path) -> None:
     for failing in ("create", "write", "fsync", "rename", "fsync_dir"):
         fs = disk(tmp_path)
         log = AgentLog(fs, PATH, SEED)
-        log.append(1, b"one")
-        log.append(2, b"two")
+        log.append(1, (b"one",))
+        log.append(2, (b"two",))
         old = fs.read(PATH)
         fs.fail = lambda number, name, path, failing=failing: errno.ENOSPC if name == failing else None
         with pytest.raises(OSError):
-            log.replace([(2, b"snapshot")])
+            log.replace([(2, (b"snap", b"shot"))])
         fs.fail = lambda number, name, path: None
         assert fs.read(PATH) in (old, log_bytes([b"snapshot"], first_seq=2))
         assert (fs.read(PATH) == old) == (failing != "fsync_dir")
@@ -191,4 +191,4 @@ def test_what_does_not_fit_a_frame_is_refused() -> None:
     """Numbers are 32 bits and start at 1."""
     for seq in (0, -1, 1 << 32):
         with pytest.raises(RecordInvalid):
-            frame_header(seq, b"", SEED)
+            frame_header(seq, (), SEED)

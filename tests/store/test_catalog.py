@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.store.catalog import AgentRow, Catalog, CatalogContents, PageRow, catalog_bytes, open_catalog
-from kvd.store.fs import RealFileSystem
+from kvd.store.catalog import AgentRow, Catalog, CatalogContents, PageRow, open_catalog
+from kvd.store.fs import RealFileSystem, folder_bytes
 from tests.support.store_data import FINGERPRINT, ModelAgent, header_of, hex_of, memory_folder
 
 FS = RealFileSystem()
@@ -71,7 +71,7 @@ def test_it_is_durable_and_private(path: Path) -> None:
     files = sorted(path.parent.iterdir())
     modes = {stat.S_IMODE(file.stat().st_mode) for file in files}
     total = sum(file.stat().st_size for file in files)
-    counted = catalog_bytes(FS, path)
+    counted = folder_bytes(FS, path.parent)
     catalog.close()
     assert settings == ["wal", 2]
     assert fullfsync == 1

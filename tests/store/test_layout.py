@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 import kvd.store.layout as layout_module
 from kvd.errors import InvalidParams
-from kvd.store.errors import DataFolderLocked, DataFolderMalformed, DataFolderTooNew
+from kvd.store.errors import DataFolderExposed, DataFolderLocked, DataFolderMalformed, DataFolderTooNew
 from kvd.store.fs import RealFileSystem
 from kvd.store.layout import FORMAT_VERSION, DataFolder, is_log_name, log_name, page_of_file
 from tests.support.store_data import FINGERPRINT
@@ -23,10 +24,10 @@ def data_folder(root: Path) -> DataFolder:
     return DataFolder(root, RealFileSystem())
 
 
-def test_a_new_folder_is_initialised_even_among_foreign_files(tmp_path: Path) -> None:
+def test_a_private_folder_is_initialised_even_among_foreign_files(tmp_path: Path) -> None:
     """No VERSION means not ours yet: it gets one, foreign files stay."""
     root = tmp_path / "deep" / "data"
-    root.mkdir(parents=True)
+    root.mkdir(mode=0o700, parents=True)
     (root / "notes.txt").write_text("mine")
     folder = data_folder(root)
     folder.open()
@@ -39,6 +40,56 @@ def test_a_new_folder_is_initialised_even_among_foreign_files(tmp_path: Path) ->
     again = data_folder(root)
     again.open()
     again.close()
+
+
+def test_a_folder_with_files_that_others_may_read_is_refused_untouched(tmp_path: Path) -> None:
+    """P37: making somebody's documents, or /tmp, private is not for us; the error says what to do instead."""
+    root = tmp_path / "documents"
+    root.mkdir()
+    root.chmod(0o755)
+    (root / "notes.txt").write_text("mine")
+    with pytest.raises(DataFolderExposed) as caught:
+        data_folder(root).open()
+    assert f"chmod 700 {root}" in caught.value.message
+    assert f"{root}/kvd" in caught.value.message
+    assert caught.value.data["mode"] == "755"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o755
+    assert os.listdir(root) == ["notes.txt"]
+    root.chmod(0o700)
+    folder = data_folder(root)
+    folder.open()
+    folder.close()
+
+
+def test_an_empty_folder_and_one_of_ours_become_private(tmp_path: Path) -> None:
+    """P37: nobody else's files are in them."""
+    root = tmp_path / "data"
+    root.mkdir()
+    for _ in range(2):
+        root.chmod(0o755)
+        folder = data_folder(root)
+        folder.open()
+        folder.close()
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+        assert (root / "VERSION").exists()
+
+
+def test_a_foreign_folder_in_the_place_of_a_removed_one_is_not_taken(tmp_path: Path) -> None:
+    """What happens under a running daemon changes nothing about whose folder it is."""
+    root = tmp_path / "data"
+    folder = data_folder(root)
+    folder.open()
+    shutil.rmtree(root)
+    root.mkdir()
+    (root / "film.mov").write_bytes(b"x")
+    root.chmod(0o755)
+    with pytest.raises(DataFolderExposed):
+        folder.restore()
+    assert os.listdir(root) == ["film.mov"]
+    (root / "film.mov").unlink()
+    folder.restore()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    folder.close()
 
 
 def test_a_newer_folder_is_refused_untouched(tmp_path: Path) -> None:

@@ -137,6 +137,19 @@ def test_orphans_and_temporary_files_are_deleted_and_foreign_files_stay(fs: Loss
     assert report.used_bytes == used - report.orphan_bytes - 5
 
 
+def test_unfinished_files_beside_the_pages_are_removed_too(fs: LossyFileSystem) -> None:
+    """P25: settings and constants are written as pages are, so a crash leaves the same kind of litter."""
+    ours = [ROOT / f".{name}.0123456789ab.tmp" for name in ("engine.json", "VERSION", "CACHEDIR.TAG")]
+    fs.mkdir(ROOT / "conditioning")
+    ours.append(ROOT / "conditioning" / ".00.safetensors.0123456789ab.tmp")
+    kept = [ROOT / ".somebody.else.0123456789ab.tmp", ROOT / "conditioning" / "00.safetensors"]
+    for path in (*ours, *kept):
+        fs.poke(path, b"x")
+    assert {ROOT / name for name in run(fs).temp_files_deleted} == set(ours)
+    assert [fs.stat(path) for path in ours] == [None] * 4
+    assert None not in [fs.stat(path) for path in kept]
+
+
 def run_used(fs: LossyFileSystem) -> int:
     """Bytes under the root now."""
     return folder_of(fs).used_bytes()

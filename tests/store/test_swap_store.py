@@ -190,6 +190,78 @@ def test_a_rotten_tail_is_never_served(store: SwapStore, fs: LossyFileSystem) ->
     assert fs.read(path) == bytes(data)
 
 
+def rot_tail(store: SwapStore, fs: LossyFileSystem, branch: int) -> None:
+    """Flip a byte of a branch's tail of group 1 in the log of `ada`."""
+    image = store._logs.image(("default", "ada"))
+    assert image is not None
+    path = names().log_path(FINGERPRINT, "default", "ada")
+    data = bytearray(fs.read(path))
+    data[image.branches[branch].segment(1).fragments[0].offset] ^= 1
+    fs.poke(path, bytes(data))
+
+
+def test_a_rotten_tail_of_an_abandoned_branch_does_not_stop_compaction(store: SwapStore, fs: LossyFileSystem) -> None:
+    """P15: such a branch is cut to its last page border, and said so; the current one is never cut."""
+    agent = good(store, ModelAgent("ada"), 300)
+    fork = replace(agent.turn(5)[1], branch=1, parent=0)
+    assert store.perform(AppendRecordOp(fork)).error is None
+    rot_tail(store, fs, 0)
+    short = replace(fork, seq=3, parent=None, base_tokens=256, base_text_bytes=256, token_ids=(), token_bytes=())
+    segments = tuple(replace(each, tail_start=0, tail_end=0, tail_kv=b"") for each in fork.segments)
+    short = replace(short, spans=(), text=b"", computed_tokens=256, segments=segments)
+    assert store.perform(AppendRecordOp(short)).error is None
+    result = store.perform(CompactLogOp("default", "ada"))
+    assert result.error is None
+    assert any("branch 0" in fact for fact in result.facts)
+    assert result.image is not None
+    cut = result.image.branches[0]
+    assert (cut.tokens, cut.text, cut.computed_tokens) == (agent.tokens[:256], b"x" * 256, 256)
+    assert cut.segment(1).pages == agent.pages[1]
+    assert store.perform(CompactLogOp("default", "ada")).error is None
+    store._catalog.close()
+    fs.crash()
+    _, report, again = open_store(fs)
+    assert report.agents["default", "ada"].branches[0] == cut
+    assert not report.log_troubles
+    again.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES])
+def test_a_read_that_the_disk_refused_costs_neither_page_nor_tail(
+    store: SwapStore, fs: LossyFileSystem, code: int
+) -> None:
+    """P3 P8: a hiccup is no damage: the error says so, nothing is put aside or forgotten, the next read has it all."""
+    agent = good(store, ModelAgent("ada"), 300)
+    before = fs.live_files()
+    fs.fail = lambda number, name, path: code if name == "read" else None
+    ops = [ReadPageOp(header_of(agent.pages[0][0], 0), LAYOUTS[0]), ReadTailOp("default", "ada", 0, 0)]
+    for op in ops:
+        error = store.perform(op).error
+        assert isinstance(error, DiskFault)
+        assert error.data["errno"] == code
+    fs.fail = lambda number, name, path: None
+    assert fs.live_files() == before
+    reads(store, agent)
+    assert (store.statistics().pages_corrupt, store.statistics().pages_missing) == (0, 0)
+    good(store, agent, 1)
+
+
+def test_a_corrupt_page_that_cannot_be_moved_is_corrupt_all_the_same(store: SwapStore, fs: LossyFileSystem) -> None:
+    """P4: the error of the quarantine does not hide what is wrong, or the page would be taken for a hiccup."""
+    agent = good(store, ModelAgent("ada"), 300)
+    op = ReadPageOp(header_of(agent.pages[0][0], 0), LAYOUTS[0])
+    path = names().page_path(FINGERPRINT, op.expected.page_id)
+    fs.poke(path, fs.read(path)[:-1])
+    fs.fail = lambda number, name, path: errno.EROFS if name == "rename" else None
+    for _ in range(2):
+        result = store.perform(op)
+        assert isinstance(result.error, PageCorrupt)
+        assert any("stays where it is" in fact for fact in result.facts)
+    fs.fail = lambda number, name, path: None
+    assert isinstance(store.perform(op).error, PageCorrupt)
+    assert isinstance(store.perform(op).error, PageMissing)
+
+
 def test_pages_named_by_a_log_cannot_be_deleted(store: SwapStore, fs: LossyFileSystem) -> None:
     """Row first, then file, and only when no log names the page any more."""
     agent = good(store, ModelAgent("ada"), 300)
@@ -204,6 +276,36 @@ def test_pages_named_by_a_log_cannot_be_deleted(store: SwapStore, fs: LossyFileS
     assert fs.stat(path) is None
     assert isinstance(store.perform(ReadTailOp("default", "ada", 0, 0)).error, AgentNotFound)
     assert store.perform(DeletePageOp(page.page_id)).error is None
+
+
+def test_compaction_holds_one_branch_at_a_time(store: SwapStore, fs: LossyFileSystem) -> None:
+    """P21: tails are read as the new log is written, not all before."""
+    agent = good(store, ModelAgent("ada"), 300)
+    for branch in (1, 2):
+        fork = replace(agent.turn(5)[1], seq=branch + 1, branch=branch, parent=0, base_tokens=0, base_text_bytes=0)
+        fork = replace(fork, token_ids=fork.token_ids[:1] * 5, computed_tokens=5)
+        kv = [bytes(5 * layout.token_bytes) for layout in LAYOUTS]
+        segments = (
+            replace(each, kept_pages=0, tail_start=0, tail_end=5, tail_kv=data)
+            for each, data in zip(fork.segments, kv, strict=True)
+        )
+        assert store.perform(AppendRecordOp(replace(fork, segments=tuple(segments)))).error is None
+    calls: list[str] = []
+    fs.fail = lambda number, name, path: calls.append(name) if name in ("read", "write") else None
+    assert store.perform(CompactLogOp("default", "ada")).error is None
+    first_write = calls.index("write")
+    assert calls[:first_write].count("read") == 2
+    assert calls[first_write:].count("read") == 4
+
+
+def test_a_page_read_is_a_view_of_its_file(store: SwapStore) -> None:
+    """P21: the bytes are there once, before they are in a frame."""
+    agent = good(store, ModelAgent("ada"), 256)
+    header = header_of(agent.pages[0][0], 0)
+    payload = store.perform(ReadPageOp(header, LAYOUTS[0])).payload
+    assert isinstance(payload, memoryview)
+    assert payload.nbytes == LAYOUTS[0].payload_bytes
+    assert len(payload.obj) == file_bytes_for(header, LAYOUTS[0])
 
 
 def test_a_deleted_page_can_be_written_again(store: SwapStore, fs: LossyFileSystem) -> None:

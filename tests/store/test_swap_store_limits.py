@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -118,6 +119,7 @@ def test_growing_foreign_files_are_noticed(fs: LossyFileSystem) -> None:
         _, results = turn(store, agent, 256)
         assert all(isinstance(result.error, QuotaExceeded | PageNotDurable) for result in results)
         fs.unlink(ROOT / "film.mov")
+        store._usage._clock = lambda: time.monotonic() + 2  # a refusal stands for a second
         good(store, agent, 256)
     finally:
         store.close()
@@ -226,21 +228,59 @@ def test_flush_answers_even_when_the_disk_does_not(store: SwapStore, fs: LossyFi
     fs.fail = lambda number, name, path: None
 
 
-def test_an_unreadable_log_is_put_aside_before_the_agent_starts_anew(fs: LossyFileSystem) -> None:
-    """A log that recovery could not read is not overwritten."""
+def test_a_failed_compaction_that_cannot_be_looked_at_costs_nothing(fs: LossyFileSystem) -> None:
+    """Which log is there is found out before the next record; until then records are refused, never misplaced."""
     _, _, store = open_store(fs)
-    good(store, ModelAgent("ada"), 20)
-    store.close()
+    agent = ModelAgent("ada")
+    for tokens in (100, 100, 100):
+        agent = good(store, agent, tokens)
     path = names().log_path(FINGERPRINT, "default", "ada")
-    old = fs.read(path)
-    fs.fail = lambda number, name, where: errno.EIO if name == "read" and where == path else None
-    _, _, store = open_store(fs)
+    fs.fail = lambda number, name, where: errno.EIO if name == "fsync_dir" or (name, where) == ("read", path) else None
+    assert isinstance(store.perform(CompactLogOp("default", "ada")).error, DiskFault)
+    assert isinstance(store.perform(AppendRecordOp(agent.turn(7)[1])).error, DiskFault)
     fs.fail = lambda number, name, where: None
-    result = store.perform(AppendRecordOp(ModelAgent("ada").turn(3)[1]))
-    assert result.error is None
-    assert any("put aside" in fact for fact in result.facts)
-    quarantine = names().quarantine_folder(FINGERPRINT)
-    assert [fs.read(quarantine / name) for name in fs.listdir(quarantine)] == [old]
+    agent = good(store, agent, 7)
+    reads(store, agent)
+    assert not fs.listdir(names().quarantine_folder(FINGERPRINT))
+    store.close()
+    _, report, store = open_store(fs)
+    assert not report.log_troubles
+    reads(store, agent)
+    store.close()
+
+
+def test_refused_writes_do_not_count_the_folder_over_and_over(fs: LossyFileSystem) -> None:
+    """P38: with the quota full, refusals cost one count of the folder a second, or until something is deleted."""
+    _, _, store = open_store(fs, quota_bytes=100_000)
+    usage, now_s, counts = store._usage, 50.0, 0
+    count = usage.recount
+
+    def counted() -> None:
+        nonlocal counts
+        counts += 1
+        count()
+
+    usage._clock, usage.recount = (lambda: now_s), counted
+    agent = good(store, ModelAgent("ada"), 20)
+    _, _, sealed = agent.turn(256)
+    op, other = (write_op(agent, *each) for each in sealed)
+    assert store.perform(op).error is None
+    fs.poke(ROOT / "film.mov", bytes(70_000))
+    count()
+    assert isinstance(store.perform(other).error, QuotaExceeded)
+    first = counts
+    assert first > 0
+    for _ in range(20):
+        assert isinstance(store.perform(other).error, QuotaExceeded)
+    assert counts == first
+    now_s += 1.1
+    assert isinstance(store.perform(other).error, QuotaExceeded)
+    assert counts == 2 * first
+    assert store.perform(DeletePageOp(op.header.page_id)).error is None
+    store.idle()
+    fs.unlink(ROOT / "film.mov")
+    assert store.perform(other).error is None, "a deletion makes another count worth while"
+    assert counts > 2 * first
     store.close()
 
 
@@ -251,7 +291,7 @@ def test_pages_dropped_by_a_compaction_that_is_not_durable_yet_are_not_deleted(f
         fs = LossyFileSystem(fs.side.with_name(f"side-{seed}"), seed=seed)
         _, _, store = open_store(fs)
         agent = good(store, ModelAgent("ada"), 256)
-        fork = replace(agent.turn(0)[1], kind="fork", branch=1, parent=0, base_tokens=0, base_text_bytes=0)
+        fork = replace(agent.turn(0)[1], kind="turn", branch=1, parent=0, base_tokens=0, base_text_bytes=0)
         empty = tuple(replace(segment, kept_pages=0, tail_end=0) for segment in fork.segments)
         assert store.perform(AppendRecordOp(replace(fork, computed_tokens=0, segments=empty))).error is None
         fs.fail = lambda number, name, path: errno.EIO if name == "fsync_dir" else None

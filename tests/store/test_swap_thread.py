@@ -19,6 +19,7 @@ from kvd.store.swap_ops import (
     FlushOp,
     ReadPageOp,
     ReadTailOp,
+    SwapBroken,
     SwapOp,
     SwapResult,
     WritePageOp,
@@ -256,3 +257,38 @@ def test_many_threads_may_submit(desk: Desk) -> None:
     for thread in threads:
         thread.join()
     assert sorted(result.op.header.page_id for result in desk.done()) == sorted(op.header.page_id for op in ops)
+
+
+class Bug(Exception):
+    """No fault of the disk."""
+
+
+@pytest.mark.parametrize("where", ["idle", "_finish"])
+def test_a_bug_outside_an_operation_is_told_and_hangs_nobody(desk: Desk, where: str) -> None:
+    """A thread that ends silently would leave everyone who waits for an answer waiting; this one says so, once."""
+
+    def broken(*_: object) -> None:
+        raise Bug("books do not agree")
+
+    write, record = page_op("a"), AppendRecordOp(ModelAgent("ada").turn(3)[1])
+    desk.hold(write)
+    desk.thread.submit(record)
+    setattr(desk.thread._store if where == "idle" else desk.thread, where, broken)
+    flushed = FlushOp(threading.Event())
+    desk.thread.submit(flushed)
+    desk.fs.open.set()
+    desk.thread._thread.join(20)
+    assert not desk.thread._thread.is_alive()
+    assert flushed.event.is_set()
+    last = desk.results[-1]
+    assert isinstance(last.op, SwapBroken)
+    assert "books do not agree" in last.op.reason
+    assert last.error is not None
+    assert last.error.name == "internal"
+    assert [type(result.op) for result in desk.results].count(SwapBroken) == 1
+    with pytest.raises(Draining):
+        desk.thread.submit(write)
+    with pytest.raises(Draining):
+        desk.thread.flush(20)
+    assert desk.thread.statistics().queued_ops == 0
+    desk.thread.close()

@@ -185,7 +185,11 @@ def content(image: AgentImage, read_tail: object = None) -> object:
                         segment.format_id,
                         segment.pages,
                         segment.tail_tokens,
-                        read_tail(number, segment.group) if callable(read_tail) and segment.tail_tokens else None,
+                        segment.segment,
+                        segment.tail_runs,
+                        read_tail(number, segment.group, segment.segment)
+                        if callable(read_tail) and segment.tail_tokens
+                        else None,
                     )
                     for segment in branch.segments
                 ),

@@ -8,7 +8,7 @@ import pytest
 
 from kvd.errors import InternalError
 from kvd.ids import Fingerprint, FormatId, GroupId, Namespace, PageKey
-from kvd.vm.keys import KeyChain, page_key
+from kvd.vm.keys import KeyChain
 
 P = 8
 Q4 = FormatId("q4")
@@ -111,20 +111,6 @@ def test_a_copy_is_independent() -> None:
     assert parent.keys == keys(IDS)
     assert child.keys[0] == parent.keys[0]
     assert child.keys[1] != parent.keys[1]
-
-
-def test_page_key_is_the_chains_key() -> None:
-    """The one-shot function states what the chain computes step by step."""
-    runs = [(Q8, 3), (Q4, 2 * P - 3)]
-    mixed = chain()
-    mixed.extend(IDS[:3], Q8)
-    mixed.extend(IDS[3 : 2 * P], Q4)
-    fields = (Namespace("default"), Fingerprint("f1"), GroupId(0))
-    assert page_key(*fields, IDS[: 2 * P], runs, "1/cpu", page_tokens=P) == mixed.keys[1]
-    with pytest.raises(InternalError):
-        page_key(*fields, IDS[: 2 * P + 1], [(Q4, 2 * P + 1)], "1/cpu", page_tokens=P)
-    with pytest.raises(InternalError):
-        page_key(*fields, IDS[: 2 * P], [(Q4, P)], "1/cpu", page_tokens=P)
 
 
 def test_ids_out_of_range_are_refused_unchanged() -> None:

@@ -138,7 +138,7 @@ def test_closing_forgets_pages_that_nobody_else_maps() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_page_closed_while_it_is_written_waits_for_the_write(fails: bool) -> None:
-    """Its frame and swap copy go when the write ends; a failed write left no copy to forget."""
+    """Its frame and swap copy go when the write ends; what is known of it is forgotten even when there is no copy."""
     desk = Desk(20)
     desk.create(A)
     desk.send(ev.Activated(A))
@@ -147,8 +147,46 @@ def test_a_page_closed_while_it_is_written_waits_for_the_write(fails: bool) -> N
     (page,) = desk.writes
     assert desk.send(ev.SpaceClosed(A)) == ()
     out = desk.send(ev.WriteFailed(page, "disk") if fails else ev.WriteDone(page))
-    assert [type(i) for i in out] == [ev.DropFrame] + ([] if fails else [ev.ForgetPage])
+    assert [type(i) for i in out] == [ev.DropFrame, ev.ForgetPage]
     assert desk.pager.statistics().in_flight_bytes == 0
+
+
+def test_a_page_that_was_never_written_is_forgotten_too() -> None:
+    """A rollback before write-behind ran: whoever keeps facts by page id hears that the page is gone."""
+    desk = Desk(20, writes=1)
+    desk.create(A)
+    desk.send(ev.Activated(A))
+    desk.send(ev.GrowthWanted(A, 8))
+    desk.append(A, 8)
+    pages = [p.ref.page_id for p in desk.pager.segments(A)[0].pages]
+    assert desk.states(A) == ["writing", "sealed_dirty"]
+    assert pages_of(desk.send(ev.RolledBack(A, 4)), ev.ForgetPage) == [pages[1]]
+
+
+def test_a_page_whose_copy_is_lost_is_written_again() -> None:
+    """It is dirty again until the write is done, so nothing drops it; one that is not in RAM fails when it is read."""
+    desk = Desk(20)
+    desk.create(A)
+    desk.turn(A, 8)
+    pages = [p.ref.page_id for p in desk.pager.segments(A)[0].pages]
+    out = desk.send(ev.CopiesLost((pages[1], PageId("unknown"))))
+    assert pages_of(out, ev.WritePage) == [pages[1]]
+    desk.send(ev.EvictionWanted(A))
+    assert desk.states(A) == ["evicted", "writing"]
+    desk.settle()
+    assert desk.states(A) == ["evicted", "evicted"]
+
+
+def test_a_tail_whose_log_is_lost_is_not_dropped() -> None:
+    """Rule 7: it is durable nowhere until the next commit."""
+    desk = Desk(20)
+    desk.create(A)
+    desk.turn(A, 6)
+    desk.send(ev.LogLost(A))
+    desk.send(ev.EvictionWanted(A))
+    assert desk.states(A) == ["evicted", "filling"]
+    desk.send(ev.TurnCommitted(A))
+    assert desk.states(A) == ["evicted", "stashed"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -7,7 +7,7 @@ import pytest
 from kvd.ids import GroupId, PageId, PageKey
 from kvd.vm import events as ev
 from kvd.vm.errors import IllegalEvent, NoRoomForCopy, NotResident
-from tests.vm.desk import PAGE_BYTES, A, B, C, Desk, P
+from tests.vm.desk import PAGE_BYTES, A, B, C, Desk, P, pages_of
 
 
 def test_cuts_that_take_no_room_work_while_the_budget_is_out_of_reach() -> None:
@@ -74,19 +74,54 @@ def test_a_cut_at_a_page_border_needs_no_copy_and_no_resident_page() -> None:
 
 
 def test_a_cut_inside_a_page_that_is_not_resident_is_refused_unchanged() -> None:
-    """The engine must activate first; nothing has changed."""
+    """The engine must say that a cut is to come; nothing has changed."""
     desk = Desk(20)
     desk.create(A)
     desk.turn(A, 14)
     desk.send(ev.EvictionWanted(A))
     before = desk.pager.segments(A)
-    with pytest.raises(NotResident, match="activate"):
+    with pytest.raises(NotResident, match="CutWanted"):
         desk.send(ev.RolledBack(A, 10))
     with pytest.raises(NotResident):
         desk.send(ev.Forked(A, B, 13))
     assert desk.pager.segments(A) == before
     with pytest.raises(IllegalEvent):
         desk.pager.tokens(B)
+
+
+def test_a_cut_to_come_loads_only_the_page_it_goes_through() -> None:
+    """Of an evicted space one page per group is read, kept until the cut is done, and nothing is read at a border."""
+    desk = Desk(20, groups=2)
+    desk.create(A)
+    desk.turn(A, 22)
+    desk.send(ev.EvictionWanted(A))
+    assert not any(isinstance(i, ev.LoadPage) for i in desk.send(ev.CutWanted(A, 8)))
+    assert desk.pager.can_cut(A)
+    out = desk.send(ev.CutWanted(A, 10))
+    assert pages_of(out, ev.LoadPage) == [segment.pages[2].ref.page_id for segment in desk.pager.segments(A)]
+    assert not desk.pager.can_cut(A)
+    desk.settle()
+    assert desk.pager.can_cut(A)
+    desk.send(ev.EvictionWanted(A))
+    assert desk.states(A)[2] == "clean", "what a cut needs is kept"
+    desk.send(ev.Forked(A, B, 10))
+    assert desk.states(B) == ["evicted", "evicted", "filling"]
+    assert desk.pager.faults(A) == 2
+    desk.send(ev.CutWanted(A, None))
+    desk.send(ev.EvictionWanted(A))
+    assert set(desk.states(A)) == {"evicted", "stashed"}
+
+
+def test_a_page_kept_for_a_cut_is_no_victim() -> None:
+    """A demand that needs all room takes everything of an idle space but what a cut needs."""
+    desk = Desk(6)  # usable: 4 pages
+    desk.create(A, B)
+    desk.turn(A, 16)
+    desk.send(ev.CutWanted(A, 9))
+    desk.send(ev.Activated(B))
+    desk.send(ev.GrowthWanted(B, 12))
+    assert desk.states(A) == ["evicted", "evicted", "clean", "evicted"]
+    assert desk.pager.is_ready(B)
 
 
 def test_a_cut_inside_a_private_page_reuses_its_frame_in_the_end() -> None:

@@ -32,7 +32,6 @@ def test_clean_pages_go_before_dirty_ones() -> None:
     desk.append(A, 12)
     desk.send(ev.WriteDone(desk.writes.pop(0)))
     desk.send(ev.WriteFailed(desk.writes.pop(0), "later"))
-    desk.send(ev.WriteFailed(desk.writes.pop(0), "later"))
     desk.send(ev.Deactivated(A))
     assert desk.states(A) == ["clean", "sealed_dirty", "sealed_dirty"]
     desk.send(ev.Activated(B))
@@ -146,21 +145,70 @@ def test_pages_are_loaded_from_head_to_tail_within_the_bound() -> None:
     assert isinstance(later[-1], ev.LoadTail)
 
 
-def test_prefetch_uses_free_budget_and_evicts_nothing() -> None:
-    """A hint loads what fits beside everything resident and gives up on the rest."""
+def test_a_hint_takes_room_from_clean_pages_of_spaces_used_before() -> None:
+    """In a full pool a hint drops what is clean and idle, tail end first, and gives up on what does not fit."""
     desk = Desk(6)  # usable: 4 pages
-    desk.create(A, B)
-    desk.turn(A, 16)
+    desk.create(A, B, C)
+    desk.turn(A, 12)
     desk.send(ev.EvictionWanted(A))
-    desk.turn(B, 8)
-    out = list(desk.send(ev.PrefetchHinted(A))) + desk.settle()
-    assert len(pages_of(out, ev.LoadPage)) == 2
-    assert not any(isinstance(i, ev.DropFrame) for i in out)
-    assert desk.states(A) == ["clean", "clean", "evicted", "evicted"]
-    assert desk.states(B) == ["clean", "clean"]
-    assert desk.pager.statistics().prefetches == 2
-    out = [*desk.send(ev.SpaceClosed(B)), *desk.settle()]
+    desk.turn(C, 4)
+    desk.send(ev.Pinned(C))
+    desk.turn(B, 12)
+    assert desk.states(B) == ["clean"] * 3
+    desk.send(ev.PrefetchHinted(A))
+    desk.settle()
+    assert desk.states(A) == ["clean"] * 3
+    assert desk.states(B) == ["evicted"] * 3
+    assert desk.states(C) == ["clean"], "what is pinned stays"
+    assert desk.pager.statistics().prefetches == 3
+    desk.send(ev.PrefetchHinted(B))
+    desk.settle()
+    assert desk.states(A) == ["clean"] * 3, "one hint takes nothing from another"
+    out = [*desk.send(ev.SpaceClosed(A)), *desk.settle()]
     assert pages_of(out, ev.LoadPage) == [], "what did not fit is not waited for"
+
+
+def test_a_full_disk_gets_one_trial_at_a_time_ever_more_rarely() -> None:
+    """P38: however many pages are dirty, one is tried after 1, 2, 4 ... 30 seconds; one success frees the rest."""
+    desk = Desk(40)
+    desk.create(A)
+    desk.send(ev.Activated(A))
+    desk.send(ev.GrowthWanted(A, 80))
+    desk.append(A, 80)
+    for _ in range(2):
+        desk.send(ev.WriteFailed(desk.writes.pop(0), "full"))
+    assert desk.pager.writes_fail
+    trials = []
+    for second in range(1, 125):
+        desk.send(ev.Tick())
+        if desk.writes:
+            trials.append(second)
+            (page,) = desk.writes
+            desk.writes.clear()
+            desk.send(ev.WriteFailed(page, "full"))
+    assert trials == [1, 3, 7, 15, 31, 61, 91, 121]
+    desk.send(ev.RetryWanted())
+    (page,) = desk.writes
+    desk.send(ev.RetryWanted())
+    assert desk.writes == [page], "one at a time"
+    desk.settle()
+    assert set(desk.states(A)) == {"clean"}
+    assert not desk.pager.writes_fail
+
+
+def test_a_page_that_alone_cannot_be_written_does_not_stop_the_others() -> None:
+    """The next trial is another page's."""
+    desk = Desk(20, writes=1)
+    desk.create(A)
+    desk.send(ev.Activated(A))
+    desk.send(ev.GrowthWanted(A, 12))
+    desk.append(A, 12)
+    bad = desk.writes.pop(0)
+    desk.send(ev.WriteFailed(bad, "no such folder"))
+    desk.send(ev.Tick())
+    while desk.writes and desk.writes[0] != bad:
+        desk.send(ev.WriteDone(desk.writes.pop(0)))
+    assert desk.states(A) == ["writing", "clean", "clean"]
 
 
 def test_copies_in_flight_count_against_the_budget() -> None:
@@ -178,6 +226,7 @@ def test_copies_in_flight_count_against_the_budget() -> None:
     statistics = desk.pager.statistics()
     assert (statistics.resident_bytes, statistics.in_flight_bytes) == (2 * PAGE_BYTES, PAGE_BYTES)
     assert statistics.peak_resident_bytes == 2 * PAGE_BYTES
+    assert statistics.peak_total_bytes == 3 * PAGE_BYTES
 
 
 def test_what_can_never_fit_is_told_beforehand() -> None:

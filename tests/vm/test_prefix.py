@@ -66,7 +66,6 @@ def test_a_prompt_that_is_a_strict_prefix_matches_wholly_and_keeps_whole_tokens(
     found = match(HELLO, typed(("control", "<s>"), ("content", "hel")))
     assert (found.kind, found.matched_bytes, found.keep_tokens, found.keep_bytes) == ("diverge", 6, 1, 3)
     assert found.reason == "prompt ended at byte 6 (matched 42 %), below half"
-    assert found.below_half
     assert found.divergence is not None
     assert (found.divergence.found, found.divergence.prompt_kind) == ("", None)
 
@@ -74,9 +73,9 @@ def test_a_prompt_that_is_a_strict_prefix_matches_wholly_and_keeps_whole_tokens(
 def test_the_half_rule_only_names_the_match() -> None:
     """Below half of the stored text, tokens are kept all the same."""
     found = match(stored(("content", "abcdefgh")), typed(("content", "abcX")))
-    assert (found.keep_tokens, found.below_half) == (3, True)
+    assert (found.keep_tokens, found.reason) == (3, "diverged at byte 3 (matched 37 %), below half")
     found = match(stored(("content", "abcdefgh")), typed(("content", "abcdX")))
-    assert (found.keep_tokens, found.below_half) == (4, False)
+    assert (found.keep_tokens, found.reason) == (4, "diverged at byte 4 (matched 50 %)")
 
 
 def test_control_text_matches_only_control_text() -> None:
@@ -145,6 +144,21 @@ def test_the_branch_that_keeps_most_wins_and_ties_stay() -> None:
     assert best_match(branches, typed(("content", "abX")), current=1)[0] == 1
     branch, found = best_match({}, typed(("content", "a")), current=7)
     assert (branch, found.kind) == (7, "new")
+
+
+def test_tokens_with_kv_count_more_than_ids() -> None:
+    """A branch whose KV was lost keeps ids that must be computed again; a sibling with KV saves more."""
+    branches = {
+        1: stored(("content", "abcdefX"), computed=0),
+        2: stored(("content", "abcdeY")),
+    }
+    assert best_match(branches, typed(("content", "abcdefg")), current=1)[0] == 2
+
+
+def test_what_need_not_be_forked_wins_over_the_current_branch() -> None:
+    """A branch that matches exactly is as good as one that diverges at its end, and costs no branch (rarer is not)."""
+    branches = {1: stored(("content", "abc")), 2: stored(("content", "abcX"))}
+    assert best_match(branches, typed(("content", "abc")), current=2)[0] == 1
 
 
 def test_an_empty_prompt_keeps_nothing() -> None:

@@ -1,0 +1,169 @@
+"""What reaches the engine's inbox, and a request from its arrival to its log line.
+
+May import kvd.errors, kvd.ids, kvd.ops.logs, kvd.store.swap_ops and siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvd.errors import KvdError
+from kvd.ids import RequestId
+from kvd.ops.logs import RequestLine
+from kvd.scheduler.requests import JobRequest, Reply, TurnRequest, TurnResult
+from kvd.scheduler.turn import TurnState
+from kvd.scheduler.waiting import Wait
+from kvd.store.swap_ops import SwapResult
+
+if TYPE_CHECKING:
+    from kvd.scheduler.core import EngineCore
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request came in."""
+
+    request: TurnRequest | JobRequest
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A request is to end early."""
+
+    request: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run a short function between two steps."""
+
+    function: Callable[[EngineCore], object]
+    future: Future[object]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswer:
+    """The swap thread is done with an operation."""
+
+    result: SwapResult
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no new requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the thread."""
+
+
+Message = Submit | Cancel | Call | StoreAnswer | Drain | Stop
+
+
+@dataclass(slots=True)
+class HeldRequest:
+    """A request that has not been answered yet. Owner: the engine thread.
+
+    Attributes:
+        request, reply: as submitted.
+        submitted_s: when it came.
+        state: of a turn that has started.
+        work: its generator, once it has started.
+        wait: what the generator waits for.
+        fault: what its condition raised; the generator gets to see it.
+        stop_reason: why it is to end early, if it is.
+        stopping: it is.
+    """
+
+    request: TurnRequest | JobRequest
+    reply: Reply
+    submitted_s: float
+    state: TurnState | None = None
+    work: Generator[Wait, None, object] | None = None
+    wait: Wait = None
+    fault: Exception | None = None
+    stop_reason: str = "cancelled by the client"
+    stopping: bool = False
+
+    def stop(self) -> str | None:
+        """Why a control operation is to end early; None while it may go on."""
+        return self.stop_reason if self.stopping else None
+
+    def end_early(self) -> None:
+        """It ends at its next step boundary."""
+        self.stopping = True
+        if self.state is not None:
+            self.state.cancelled, self.state.cancel_reason = True, self.stop_reason
+
+    def answer(self, result: object, error: KvdError | None) -> None:
+        """Call `reply`, whose faults are the caller's to catch."""
+        self.reply(result.to_wire() if isinstance(result, TurnResult) else result, error)
+
+    def can_go_on(self) -> bool:
+        """Whether what it waits for has come."""
+        try:
+            return self.wait is None or self.wait()
+        except Exception as error:  # belongs to the request that waits
+            self.fault = error
+            return True
+
+    def resume(self) -> None:
+        """Run it to its next wait.
+
+        Raises:
+            StopIteration: it is done, with its result.
+            KvdError: it ended with that error.
+        """
+        assert self.work is not None
+        fault, self.fault = self.fault, None
+        self.wait = next(self.work) if fault is None else self.work.throw(fault)
+
+    @property
+    def internal(self) -> bool:
+        """The engine asked for it itself."""
+        return isinstance(self.request, JobRequest) and self.request.internal
+
+    def line(self, now_s: float, result: object, error: KvdError | None) -> RequestLine:
+        """The canonical log line."""
+        request = self.request
+        method = f"agent.{request.operation}" if isinstance(request, JobRequest) else request.method
+        turn = result if isinstance(result, TurnResult) else None
+        return RequestLine(
+            method="inject" if isinstance(request, TurnRequest) and request.append else method,
+            outcome="ok" if error is None else error.name,
+            total_s=now_s - self.submitted_s,
+            request=int(request.request_id),
+            agent=request.ref.agent,
+            namespace=request.ref.namespace,
+            queued_s=turn.queued_s if turn is not None else None,
+            ttft_s=self.state.times.first_token_s if self.state is not None else None,
+            prompt_tokens=turn.prompt_tokens if turn is not None else None,
+            cached_tokens=turn.cached_tokens if turn is not None else None,
+            completion_tokens=turn.completion_tokens if turn is not None else None,
+            finish_reason=turn.finish_reason if turn is not None else None,
+            match=turn.match if turn is not None else None,
+            match_reason=turn.match_reason if turn is not None else None,
+            swapped_in_pages=turn.swapped_in_pages if turn is not None else None,
+            written_bytes=turn.written_bytes if turn is not None else None,
+            durable=turn.durable if turn is not None else None,
+        )
+
+
+def guarded(
+    emit: Callable[[Mapping[str, object]], None], failed: Callable[[Exception], None]
+) -> Callable[[Mapping[str, object]], None]:
+    """A client's callback whose faults stay its own (its event loop may be gone)."""
+
+    def emit_guarded(event: Mapping[str, object]) -> None:
+        try:
+            emit(event)
+        except Exception as caught:
+            failed(caught)
+
+    return emit_guarded
