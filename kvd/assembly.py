@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
@@ -33,6 +34,7 @@ from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import RecoveryReport
+from kvd.store.side_files import write_small_file
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_thread import SwapThread
 from kvd.vm.pager import Pager
@@ -70,7 +72,9 @@ class Assembly:
         loaded = load(resolve(settings.model, settings.model_dir))
         self.loaded = loaded
         dispatch.install(loaded.model)
-        formats = choose_formats(loaded, settings.kv_format, settings.data_dir / "conditioning")
+        formats = choose_formats(
+            loaded, settings.kv_format, settings.data_dir / "conditioning", partial(write_small_file, self.folder.fs)
+        )
         self._notices += formats.notices
         folder, fingerprint = self.folder, loaded.spec.fingerprint
 
@@ -132,9 +136,7 @@ class Assembly:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _choose_backend(
-        self, spec: ModelCacheSpec, formats: FormatChoice, report: RecoveryReport
-    ) -> AttentionBackend:
+    def _choose_backend(self, spec: ModelCacheSpec, formats: FormatChoice, report: RecoveryReport) -> AttentionBackend:
         """The recorded backend if it can run, else the first right one; a flag overrides and is recorded."""
         assert self.folder is not None
         recorded = read_record(self._settings.data_dir)

@@ -162,6 +162,13 @@ class Daemon:
         (self._log.info if level == "info" else self._log.warning)(event, **facts)
 
 
+def make_private_folders(folder: Path) -> None:
+    """Make a folder and its missing parents, all 0700 (`mkdir(parents=True)` gives parents the default mode)."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
 def serve(settings: Settings) -> None:
     """Run the daemon in the foreground until SIGTERM, SIGINT or `shutdown`.
 
@@ -170,7 +177,7 @@ def serve(settings: Settings) -> None:
         OSError: the log file or the data folder cannot be made.
     """
     if settings.log_file is not None:
-        settings.log_file.absolute().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folders(settings.log_file.absolute().parent)
     with setup_logging(level=settings.log_level, file=settings.log_file):
         Daemon(settings).run()
 

@@ -17,9 +17,10 @@ from kvd.quant.calibration import load_calibration
 from kvd.quant.conditioning import (
     Conditioning,
     LayerConditioning,
-    conditioning_path,
+    WriteFile,
     load_conditioning,
     save_conditioning,
+    write_private_file,
 )
 from kvd.quant.errors import ConditioningDamaged
 from kvd.quant.spec import NAMED_FORMATS, PageFormat, PageLayout
@@ -46,13 +47,16 @@ class FormatChoice:
     notices: tuple[str, ...]
 
 
-def choose_formats(loaded: LoadedModel, wanted: str, conditioning_dir: Path) -> FormatChoice:
+def choose_formats(
+    loaded: LoadedModel, wanted: str, conditioning_dir: Path, write: WriteFile = write_private_file
+) -> FormatChoice:
     """Pick the format of new agents and collect every readable one.
 
     Args:
         loaded: the model; its folder may hold a calibration.
         wanted: `auto` or a named format.
         conditioning_dir: constants that pages in the data folder may use.
+        write: puts a whole, durable file under a path.
 
     Raises:
         ConfigError: `q4c` was asked for and the model is not calibrated.
@@ -73,7 +77,7 @@ def choose_formats(loaded: LoadedModel, wanted: str, conditioning_dir: Path) -> 
         if not own:
             raise ConfigError(f"q4c needs a calibration: run `kvd calibrate {spec.model_name}`", setting="kv-format")
         for constants in own:
-            _keep_constants(constants, conditioning_dir)
+            save_conditioning(constants, conditioning_dir, write)
     kept, complaints = _kept_constants(conditioning_dir)
     notices += complaints
     layouts: dict[tuple[int, str], PageLayout] = {}
@@ -105,16 +109,6 @@ def _digests(constants: list[Conditioning]) -> set[str]:
 
 def _fits(constants: Conditioning, group: CacheGroup) -> bool:
     return constants.centre.shape == (len(group.layer_indices), group.layer.kv_heads, group.layer.k_dim)
-
-
-def _keep_constants(constants: Conditioning, folder: Path) -> None:
-    """Keep constants beside the pages that will use them; a damaged copy is replaced while we have good ones."""
-    path = conditioning_path(folder, constants.digest)
-    try:
-        load_conditioning(path)
-    except ConditioningDamaged:
-        path.unlink(missing_ok=True)
-        save_conditioning(constants, folder)
 
 
 def _kept_constants(folder: Path) -> tuple[list[Conditioning], list[str]]:

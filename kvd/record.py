@@ -15,7 +15,8 @@ from pathlib import Path
 
 from kvd import launcher
 from kvd.cores import available_cores
-from kvd.store.fs import FileSystem, write_file
+from kvd.store.fs import FileSystem
+from kvd.store.side_files import write_small_file
 
 RECORD_FILE = "engine.json"
 
@@ -58,7 +59,7 @@ def write_record(data_dir: Path, fs: FileSystem, record: EngineRecord) -> None:
         OSError: the disk refused; the old record stands.
     """
     if record != read_record(data_dir):
-        write_file(fs, data_dir / RECORD_FILE, [json.dumps(asdict(record), indent=1).encode() + b"\n"])
+        write_small_file(fs, data_dir / RECORD_FILE, json.dumps(asdict(record), indent=1).encode() + b"\n")
 
 
 def follow_recorded_threads(data_dir: Path) -> None:

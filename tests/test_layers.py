@@ -98,7 +98,7 @@ LAYERS = {
     "kvd.cli": Row("kvd kvd_client", "click rich platformdirs"),
     "kvd.cli_model": Row("kvd kvd_client", "click rich"),
     "kvd.assembly": Row("kvd kvd_client"),
-    "kvd.record": Row("kvd.launcher kvd.cores kvd.store.fs"),
+    "kvd.record": Row("kvd.launcher kvd.cores kvd.store.fs kvd.store.side_files"),
     "kvd.formats": Row("kvd kvd_client"),
     "kvd.daemon": Row("kvd kvd_client"),
     "kvd.__main__": Row("kvd.launcher kvd.cli"),

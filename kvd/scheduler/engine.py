@@ -192,11 +192,9 @@ class Engine:
         """Answer everybody who waits; what was computed and not committed is lost with the process."""
         assert self._core is not None
         self._running, self._beside = None, []
-        for held in tuple(self._requests.values()):
-            if held.work is None:
-                continue
+        for work in [held.work for held in self._requests.values() if held.work is not None]:
             try:
-                held.work.close()
+                work.close()
             except (Exception, EngineBroken) as caught:  # nothing is left that it could harm
                 self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
         for request_id in tuple(self._requests):
@@ -316,10 +314,12 @@ class Engine:
         self._running = held
 
     def _hint(self, request: TurnRequest) -> None:
-        """A turn waits: its agent's pages can come in meanwhile."""
+        """A turn waits: the pages it will go on from can come in meanwhile, if they can be resident at all."""
         assert self._core is not None
-        agent = self._core.agents.find(request.ref)
-        if agent is not None:
+        agent, pager = self._core.agents.find(request.ref), self._core.pager
+        if agent is None or not pager.fits(pager.working_set_bytes(agent.branch.space)):
+            return
+        if request.append or request.prompt.data.startswith(bytes(agent.branch.text)):
             self._core.memory.apply(PrefetchHinted(agent.branch.space))
 
     def _go_on(self, held: HeldRequest) -> None:

@@ -138,6 +138,8 @@ def _prefetch(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
 def _save(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     """Try again to make durable what a disk refused; the engine asks for it by itself."""
     agent = core.agents.get(request.ref)
+    if agent.unsaved is None:  # a turn that ended meanwhile has seen to it
+        return agent_info(core, agent)
     for other in unsaved_others(agent, agent.branch):
         try:
             yield from make_recordable(core, agent, other, stop)
