@@ -171,6 +171,8 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
             return Committed(f"page write failed: {core.memory.statistics.last_write_failure}")
         if not _tails_at_hand(core, branch):
             return Committed("the end of its KV is on disk only and must be read before it can be written anew")
+        if agent.ref in core.store.damaged and (why := (yield from _drop_damaged_log(core, agent))) is not None:
+            return Committed(f"its log is damaged and could not be replaced: {why}")
         record = _record(core, agent, branch, kind)
         result = yield from _answer_to(partial(core.store.append_record, record))
         error = result.error
@@ -180,6 +182,27 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         if error is None or type(error) in tried or not _remedy(core, agent, branch, error):
             return Committed(error.message if error is not None else "the record was not applied")
         tried.add(type(error))
+
+
+def _drop_damaged_log(core: EngineCore, agent: Agent) -> Generator[Wait, None, str | None]:
+    """Delete a log that a replay would not get through; records that say everything follow. Why not, if it fails.
+
+    What it frees is about what they take, so a full disk does not come between.
+    """
+    result = yield from _answer_to(partial(core.store.delete_log, agent.ref))
+    if result.error is not None:
+        return result.error.message
+    core.store.damaged.discard(agent.ref)
+    core.log("log_rewritten", agent=str(agent.ref))
+    _begin_log_anew(core, agent)
+    return None
+
+
+def _begin_log_anew(core: EngineCore, agent: Agent) -> None:
+    """The agent has no log (any more)."""
+    log_is_gone(agent)
+    for each in agent.branches.values():
+        core.memory.apply(LogLost(each.space))
 
 
 def _page_bytes(core: EngineCore, branch: Branch, record: AgentRecord) -> int:
@@ -194,9 +217,7 @@ def _remedy(core: EngineCore, agent: Agent, branch: Branch, error: KvdError) -> 
         case LogVanished():
             # somebody deleted the log under us; what RAM holds goes into a new one, as records that stand alone
             core.log("log_rebuilt", agent=str(agent.ref), reason=error.message)
-            log_is_gone(agent)
-            for each in agent.branches.values():
-                core.memory.apply(LogLost(each.space))
+            _begin_log_anew(core, agent)
         case RecordInvalid():
             core.log("record_invalid", agent=str(agent.ref), branch=branch.branch_id, reason=error.message)
             branch.baseline = Baseline()

@@ -9,12 +9,11 @@ from typing import Protocol
 class Decoder(Protocol):
     """Incremental UTF-8 decoding of token ids (`kvd.model.incremental.IncrementalDecoder`)."""
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of a character that is not finished."""
-
     def push(self, token_id: int) -> bytes:
         """Whole characters that became certain with this token."""
+
+    def flush(self) -> bytes:
+        """An unfinished character as U+FFFD; nothing otherwise."""
 
 
 class Codec(Protocol):
@@ -39,7 +38,7 @@ class StopWatch:
         self._decoder = codec.decoder()
         self._stop = tuple(stop)
         self._held = ""
-        self._given_bytes = 0
+        self._given = bytearray()
         self.stopped = False
 
     def feed(self, token: int) -> str:
@@ -57,7 +56,7 @@ class StopWatch:
 
     def _give(self, characters: int) -> str:
         text, self._held = self._held[:characters], self._held[characters:]
-        self._given_bytes += len(text.encode())
+        self._given += text.encode()
         return text
 
     def _possible_stop_characters(self) -> int:
@@ -71,10 +70,14 @@ class StopWatch:
         return longest
 
     def kept_tokens(self, ids: Sequence[int]) -> int:
-        """How many of the generated `ids` stay: the most that end on a character and whose text was given out."""
+        """How many of the generated `ids` stay: the most whose whole text was given out.
+
+        An unfinished character at the end counts as the U+FFFD it would surface as, so it stays only if that was given
+        out (the next token had shown that it is none). What stays is then exactly what the client can send back.
+        """
         for kept in range(len(ids), 0, -1):
             decoder = self._codec.decoder()
-            text_bytes = sum(len(decoder.push(token)) for token in ids[:kept])
-            if not decoder.pending_bytes and text_bytes <= self._given_bytes:
+            text = b"".join(decoder.push(token) for token in ids[:kept]) + decoder.flush()
+            if self._given.startswith(text):
                 return kept
         return 0

@@ -114,6 +114,25 @@ def test_copies_are_written_again_one_at_a_time(world: World) -> None:
     assert world.core.pages_durable(world.agent("a").branch.space)
 
 
+def test_nothing_is_appended_to_a_log_that_is_known_to_be_damaged(world: World) -> None:
+    """A bit of a tail's KV flips while the agent is swapped out: the turn that finds out begins a new log (P4)."""
+    world.generate("a", text_of(10), max_tokens=2)
+    world.settle()
+    world.job("evict", "a")
+    path = world.log_path("a")
+    data = bytearray(world.fs.live_files()[path])
+    data[len(data) // 2] ^= 1
+    world.fs.poke(path, bytes(data))
+    turn = world.generate("a", world.text("a") + " on", max_tokens=2).turn
+    assert "page lost" in turn.match_reason
+    assert turn.durable, turn.durable_reason
+    assert world.events("log_rewritten")
+    text, computed = world.text("a"), world.agent("a").branch.computed
+    world.crash()
+    assert world.text("a") == text
+    assert world.generate("a", text + "!", max_tokens=1).turn.cached_tokens == computed
+
+
 # ---- a disk that is full --------------------------------------------------------------------------------------------
 
 
