@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvd import __version__
 from kvd.errors import InvalidParams, KvdError
@@ -109,7 +109,7 @@ class KvdService:
             raise Unsupported("response_format is not supported by this version; leave it out")
         template = await self._chat_template()
         prompt = template.render(params.messages(), tools=_tools(params), add_generation_prompt=True)
-        result = await self._turn(params, context, prompt)
+        result = await self._turn(params, context, prompt, method="chat")
         if isinstance(result, dict):
             result["message"] = {"role": "assistant", "content": result["text"]}
         return result
@@ -126,14 +126,20 @@ class KvdService:
             prompt = TypedText(data, (Span("content", len(data)),) if data else ())
         if not prompt.data:
             raise InvalidParams("the text is empty; send at least one character", parameter="text")
-        codec, _ = await self._text_parts()
-        appended, _ = codec.encode_typed(prompt)
         result = await self._turn(params, context, prompt, append=True)
         if isinstance(result, dict):
-            result |= {"tokens": result["prompt_tokens"], "appended_tokens": len(appended)}
+            result["tokens"] = result["prompt_tokens"]
         return result
 
-    async def _turn(self, params: Params, context: CallContext, prompt: TypedText, *, append: bool = False) -> object:
+    async def _turn(
+        self,
+        params: Params,
+        context: CallContext,
+        prompt: TypedText,
+        *,
+        append: bool = False,
+        method: Literal["generate", "chat"] = "generate",
+    ) -> object:
         await self._wait_ready()
         emit = self._emitter(context, all_events=params.flag("stream", default=True))
         request = TurnRequest(
@@ -141,6 +147,7 @@ class KvdService:
             ref=params.ref(),
             prompt=prompt,
             append=append,
+            method=method,
             max_tokens=0 if append else params.integer("max_tokens", default=256, low=0, high=MAX_NEW_TOKENS),
             sampling=params.sampling(),
             stop=params.stop(),
