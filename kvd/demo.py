@@ -257,7 +257,7 @@ STATE_MARKS = {
     "loading": "▒",
     "evicted": "░",
     "filling": "▄",
-    "stashed": "·",
+    "stashed": "_",
 }
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import click
 
-from kvd_client.cli_common import EXIT_FAILED, Session, print_facts, print_table, with_session
+from kvd_client.cli_common import (
+    EXIT_FAILED,
+    Session,
+    columns,
+    print_facts,
+    print_json,
+    print_lines,
+    with_session,
+)
+from kvd_client.cli_show import agent_line, agent_table, size
+from kvd_client.residency import residency_lines
 from kvd_client.results import AgentInfo, Health, Statistics
-
-AGENT_COLUMNS = ("agent", "namespace", "tokens", "resident_bytes", "swapped_pages", "pinned", "durable", "kv_format")
 
 
 def _flat(result: AgentInfo | Health | Statistics) -> dict[str, Any]:
@@ -20,14 +29,35 @@ def _flat(result: AgentInfo | Health | Statistics) -> dict[str, Any]:
     return {**known, **rest}
 
 
+def _done(session: Session, done: str, agent: AgentInfo) -> None:
+    """Say what was done to an agent: its facts as JSON, or one line."""
+    if session.json:
+        print_json(_flat(agent))
+    else:
+        print_lines([agent_line(done, _flat(agent))])
+
+
+def _budget_line(residency: Mapping[str, Any]) -> list[str]:
+    if not {"resident_bytes", "budget_bytes"} <= residency.keys():
+        return []
+    return ["", f"{size(residency['resident_bytes'])} in RAM, of a budget of {size(residency['budget_bytes'])}"]
+
+
 @click.command()
 @with_session
 def agents(session: Session, /) -> None:
     """List the agents, of all namespaces or of --namespace.
 
+    `in RAM` are the bytes of the agent's pages, `on disk` its pages that are nowhere else.
+
     Example: kvd-client agents --json
     """
-    print_table(session, [_flat(agent) for agent in session.client.agents(session.namespace)], AGENT_COLUMNS)
+    rows = [_flat(agent) for agent in session.client.agents(session.namespace)]
+    if session.json:
+        print_json(rows)
+        return
+    several = session.namespace is not None or len({row["namespace"] for row in rows}) > 1
+    print_lines(agent_table(rows, namespaces=several))
 
 
 @click.command()
@@ -51,7 +81,7 @@ def fork(session: Session, /, agent: str, new_agent: str, tokens: int | None) ->
 
     Example: kvd-client fork alice bob --tokens 512
     """
-    print_facts(session, _flat(session.client.fork(agent, new_agent, tokens)))
+    _done(session, f"{new_agent} forked from {agent}", session.client.fork(agent, new_agent, tokens))
 
 
 @click.command()
@@ -63,7 +93,7 @@ def rollback(session: Session, /, agent: str, tokens: int) -> None:
 
     Example: kvd-client rollback alice 512
     """
-    print_facts(session, _flat(session.client.rollback(agent, tokens)))
+    _done(session, f"{agent} cut", session.client.rollback(agent, tokens))
 
 
 @click.command()
@@ -74,7 +104,7 @@ def pin(session: Session, /, agent: str) -> None:
 
     Example: kvd-client pin alice
     """
-    print_facts(session, _flat(session.client.pin(agent)))
+    _done(session, f"{agent} pinned", session.client.pin(agent))
 
 
 @click.command()
@@ -85,7 +115,7 @@ def unpin(session: Session, /, agent: str) -> None:
 
     Example: kvd-client unpin alice
     """
-    print_facts(session, _flat(session.client.unpin(agent)))
+    _done(session, f"{agent} unpinned", session.client.unpin(agent))
 
 
 @click.command()
@@ -96,7 +126,7 @@ def prefetch(session: Session, /, agent: str) -> None:
 
     Example: kvd-client prefetch alice
     """
-    print_facts(session, _flat(session.client.prefetch(agent)))
+    _done(session, f"{agent} prefetched", session.client.prefetch(agent))
 
 
 @click.command()
@@ -107,7 +137,7 @@ def evict(session: Session, /, agent: str) -> None:
 
     Example: kvd-client evict alice
     """
-    print_facts(session, _flat(session.client.evict(agent)))
+    _done(session, f"{agent} evicted", session.client.evict(agent))
 
 
 @click.command()
@@ -119,7 +149,10 @@ def rm(session: Session, /, agent: str) -> None:
     Example: kvd-client rm alice
     """
     session.client.delete(agent)
-    print_facts(session, {"agent": agent, "deleted": True})
+    if session.json:
+        print_json({"agent": agent, "deleted": True})
+    else:
+        print_lines([f"{agent} deleted"])
 
 
 @click.command()
@@ -128,9 +161,15 @@ def rm(session: Session, /, agent: str) -> None:
 def residency(session: Session, /, agent: str | None) -> None:
     """Show which pages are in RAM, on disk or under way, of AGENT or of all agents.
 
+    One line a branch: an agent whose text turned out differently leaves its old branch behind, and may share its pages.
+
     Example: kvd-client residency alice --json
     """
-    print_facts(session, session.client.residency(agent))
+    result = session.client.residency(agent)
+    if session.json:
+        print_json(result)
+        return
+    print_lines([*residency_lines(result, columns=columns()), *_budget_line(result)])
 
 
 @click.command()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
 
+from kvd_client.cli_show import fact_lines
 from kvd_client.client import Client
 from kvd_client.errors import DaemonUnreachable, KvdClientError, RemoteError
 from kvd_client.paths import resolve_socket
+
+_JSON_ASKED = "kvd_client.json"
+"""Key of click's shared `meta`: the command was asked for JSON, so its error line has every fact."""
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -79,7 +84,9 @@ def with_session(command: Callable[..., None]) -> Callable[..., None]:
         namespace = inner.namespace or outer.namespace
         socket = resolve_socket(where.socket, where.data_dir)
         with Client(socket, namespace=namespace or "default") as client:
-            command(Session(client, namespace, inner.json or outer.json), **given)
+            session = Session(client, namespace, inner.json or outer.json)
+            context.meta[_JSON_ASKED] = session.json
+            command(session, **given)
 
     run.__name__ = command.__name__
     run.__doc__ = command.__doc__
@@ -95,26 +102,29 @@ class ErrorExits(click.Group):
         try:
             return super().invoke(ctx)
         except DaemonUnreachable as error:
-            _report(error.message)
+            report(error.message)
             ctx.exit(EXIT_UNREACHABLE)
         except KvdClientError as error:
-            _report(describe(error))
+            report(describe(error, for_programs=ctx.meta.get(_JSON_ASKED, False)))
             ctx.exit(EXIT_FAILED)
         except KeyboardInterrupt:
-            _report("interrupted; the call was cancelled")
+            report("interrupted; the call was cancelled")
             ctx.exit(EXIT_INTERRUPTED)
 
 
-def _report(message: str) -> None:
+def report(message: str) -> None:
+    """One line on stderr."""
     click.echo(f"kvd-client: {message}", err=True)
 
 
-def describe(error: KvdClientError) -> str:
-    """One line: name, message, facts, and when to try again."""
+def describe(error: KvdClientError, *, for_programs: bool) -> str:
+    """One line: the message and when to try again; with --json also the error's name and facts."""
     if not isinstance(error, RemoteError):
         return error.message
-    facts = ", ".join(f"{key}={value}" for key, value in error.data.items())
     retry = "" if error.retry_after_s is None else f"; try again in {error.retry_after_s:g} s"
+    if not for_programs:
+        return error.message + retry
+    facts = ", ".join(f"{key}={value}" for key, value in error.data.items())
     return f"{error.name}: {error.message}{f' ({facts})' if facts else ''}{retry}"
 
 
@@ -137,35 +147,18 @@ def print_facts(session: Session, facts: Mapping[str, object]) -> None:
     """Print a map: as JSON, or a line for each entry."""
     if session.json:
         print_json(facts)
-        return
-    width = max((len(key) for key in facts), default=0)
-    for key, value in facts.items():
-        shown = json.dumps(value, ensure_ascii=False, default=_as_text) if isinstance(value, dict | list) else value
-        click.echo(f"{key:<{width}}  {show(key, shown)}")
+    else:
+        print_lines(fact_lines(facts, columns=columns()))
 
 
-def print_table(session: Session, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
-    """Print rows: as JSON with all fields, or as a table of some."""
-    if session.json:
-        print_json(list(rows))
-        return
-    table = [list(columns), *([str(show(column, row.get(column, ""))) for column in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    for line in table:
-        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+def print_lines(lines: list[str]) -> None:
+    """Write lines to stdout."""
+    write_text("".join(f"{line}\n" for line in lines))
 
 
-def show(key: str, value: object) -> object:
-    """A value for people: bytes with a unit, yes and no."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if key.endswith("_bytes") and isinstance(value, int) and value >= 10_000:
-        number, units = float(value), iter(("kB", "MB", "GB", "TB"))
-        unit = "B"
-        while number >= 1000 and (larger := next(units, None)):
-            number, unit = number / 1000, larger
-        return f"{value} ({number:.1f} {unit})"
-    return "" if value is None else value
+def columns() -> int | None:
+    """Width of the terminal that stdout is; None elsewhere, where lines are not broken."""
+    return shutil.get_terminal_size().columns if is_terminal() else None
 
 
 def is_terminal() -> bool:

@@ -11,9 +11,21 @@ from typing import Any, cast
 import click
 
 from kvd_client.calls import ChatOptions, Options
-from kvd_client.cli_common import F, Session, is_terminal, print_facts, print_json, with_session, write_text
+from kvd_client.cli_common import (
+    EXIT_INTERRUPTED,
+    F,
+    Session,
+    is_terminal,
+    print_json,
+    print_lines,
+    report,
+    with_session,
+    write_text,
+)
+from kvd_client.cli_show import seconds
 from kvd_client.client import GenerateStream
-from kvd_client.results import GenerateResult
+from kvd_client.errors import KvdClientError
+from kvd_client.results import GenerateResult, InjectResult
 from kvd_client.stream import Text
 
 END_FIELDS = (
@@ -76,12 +88,23 @@ def read_source(source: str | None, text: str | None, file: str | None) -> str:
     elif file is not None:
         data, name = Path(file).read_bytes(), file
     else:
-        data, name = sys.stdin.buffer.read(), "stdin"
+        data, name = _read_stdin(), "stdin"
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = data[error.start]
         raise click.UsageError(f"{name} is not UTF-8: byte 0x{byte:02x} at offset {error.start}") from error
+
+
+def _read_stdin() -> bytes:
+    """All of stdin; on a terminal it is said that this is what is waited for."""
+    if sys.stdin.isatty():
+        click.echo("reading the text from standard input; end it with Ctrl-D", err=True)
+    try:
+        return sys.stdin.buffer.read()
+    except KeyboardInterrupt:  # here, because no call runs yet that could be said to be cancelled
+        report("interrupted; nothing was sent")
+        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def read_messages(messages: tuple[str, ...], system: str | None, file: str | None) -> list[dict[str, Any]]:
@@ -106,20 +129,32 @@ def read_messages(messages: tuple[str, ...], system: str | None, file: str | Non
 
 def run_stream(session: Session, begin: Callable[[], GenerateStream], *, no_stream: bool) -> None:
     """Print a generation: one JSON object at its end, or the text as it is made and a summary on stderr."""
-    with begin() as stream:
-        if not session.json and not no_stream:
-            for event in stream:
-                if isinstance(event, Text):
-                    write_text(event.text)
-        result = stream.result
+    shown = ""
+    try:
+        with begin() as stream:
+            if not session.json and not no_stream:
+                for event in stream:
+                    if isinstance(event, Text):
+                        write_text(event.text)
+                        shown = event.text or shown
+            result = stream.result
+    except (KvdClientError, KeyboardInterrupt):  # their line on stderr must not go on where the text stopped
+        _end_line(shown)
+        raise
     if session.json:
         print_json({name: getattr(result, name) for name in END_FIELDS})
         return
     if no_stream:
         write_text(result.text)
-    if is_terminal():
-        click.echo()
+        shown = result.text
+    _end_line(shown)
     click.echo(summary(result), err=True)
+
+
+def _end_line(shown: str) -> None:
+    """End the line of a printed text: in a pipe or file by stderr, so that stdout stays the text, byte for byte."""
+    if shown and not shown.endswith("\n"):
+        click.echo(err=not is_terminal())
 
 
 def summary(result: GenerateResult) -> str:
@@ -202,16 +237,34 @@ def chat(
 
 @click.command()
 @click.argument("agent")
+@click.option("--message", "messages", metavar="TEXT", multiple=True, help="A user message; may be repeated.")
 @source_options
 @with_session
-def inject(session: Session, /, agent: str, source: str | None, text: str | None, file: str | None) -> None:
-    """Append text to AGENT and compute it without generating.
+def inject(
+    session: Session, /, agent: str, messages: tuple[str, ...], source: str | None, text: str | None, file: str | None
+) -> None:
+    """Append text, or messages, to AGENT and compute it without generating.
 
     Example: kvd-client inject alice --file handbook.txt
     """
-    result = session.client.inject(agent, read_source(source, text, file))
+    if not messages:
+        result = session.client.inject(agent, read_source(source, text, file))
+    elif (source, text, file) == (None, None, None):
+        result = session.client.inject(agent, messages=[{"role": "user", "content": one} for one in messages])
+    else:
+        raise click.UsageError("give either --message or a text (by --text, --file or -), not both")
     facts = {name: getattr(result, name) for name in ("agent", "tokens", "appended_tokens", "durable")}
-    print_facts(session, {**facts, **result.server})
+    if session.json:
+        print_json({**facts, **result.server})
+    else:
+        print_lines([_injected(result)])
+
+
+def _injected(result: InjectResult) -> str:
+    prefill_s = result.server.get("prefill_s")
+    computed = f", computed in {seconds(prefill_s)}" if isinstance(prefill_s, int | float) else ""
+    durable = "durable" if result.durable else f"NOT durable ({result.durable_reason or 'no reason given'})"
+    return f"{result.agent}: {result.appended_tokens} tokens appended, {result.tokens} in all{computed}; {durable}"
 
 
 @click.command()

@@ -249,6 +249,12 @@ def unreachable(socket: str, reason: str, command: str) -> DaemonUnreachable:
     return DaemonUnreachable(text, socket=socket, command=command)
 
 
+def no_socket(path: str) -> DaemonUnreachable:
+    """What is at `path` is no socket: no daemon can be there, nor be started there."""
+    text = f"{path} is not a socket; give the daemon's with --socket, or its data folder with --data-dir"
+    return DaemonUnreachable(text, socket=path, command="kvd serve")
+
+
 def connection_lost(socket: str, reason: str, command: str) -> ConnectionLost:
     """The daemon at `socket` went away."""
     text = f"the kvd daemon at {socket} went away ({reason}); if it does not come back, start it with: {command}"

@@ -18,6 +18,7 @@ import errno
 import os
 import select
 import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -33,6 +34,7 @@ from kvd_client.errors import (
     RemoteError,
     connection_lost,
     local_error,
+    no_socket,
     remote_error,
     unreachable,
 )
@@ -285,10 +287,14 @@ def check_owner(path: Path) -> None:
     """Refuse a socket that another user (root excepted) made: prompts would go to a stranger.
 
     Raises:
+        DaemonUnreachable: what is there is no socket, so that no daemon could be started on it either.
         PermissionError: it is somebody else's.
         FileNotFoundError: there is none.
     """
-    owner = os.stat(path).st_uid
+    found = os.stat(path)
+    if not stat.S_ISSOCK(found.st_mode):
+        raise no_socket(os.fspath(path))
+    owner = found.st_uid
     if owner not in (os.getuid(), 0):
         raise PermissionError(errno.EPERM, f"the socket belongs to user {owner}")
 

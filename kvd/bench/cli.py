@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import click
 
 from kvd.errors import InvalidParams, KvdError
+from kvd.model.sources import DEFAULT_MODEL
 
 COMMANDS = {"ppl": ("kvd.bench.ppl", "ppl"), "ttft": ("kvd.bench.cli", "ttft")}
 
@@ -39,9 +41,19 @@ def bench() -> None:
 @click.option(
     "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs of each state; medians count."
 )
-@click.option("--model", "model_name", default="smollm2-135m", show_default=True, help="Installed model, or a folder.")
 @click.option(
-    "--model-dir", envvar="KVD_MODEL_DIR", type=click.Path(path_type=Path), help="Folder of installed models."
+    "--model",
+    "model_name",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="Installed model's name, or a folder in mlx-lm's layout.",
+)
+@click.option(
+    "--model-dir",
+    envvar="KVD_MODEL_DIR",
+    show_envvar=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of installed models [default: kvd-models in the user's data folder].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def ttft(tokens: str, repeats: int, model_name: str, model_dir: Path | None, as_json: bool) -> None:
@@ -67,7 +79,8 @@ def ttft(tokens: str, repeats: int, model_name: str, model_dir: Path | None, as_
             tell=lambda line: click.echo(line, err=True),
         )
     except KvdError as error:
-        raise click.ClickException(error.message) from error
+        click.echo(f"kvd: {error.message}", err=True)
+        sys.exit(1)
     if as_json:
         click.echo(json.dumps(report.facts()))
         return

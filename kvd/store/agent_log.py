@@ -258,6 +258,15 @@ class AgentLog:
         self.checksum = checksum
         return place
 
+    def intact(self) -> bool:
+        """Whether a replay would get through everything committed.
+
+        Raises:
+            OSError: the disk refused to read it.
+        """
+        scan = scan_log(self._fs.read(self.path, limit=self.good_bytes), self._seed)
+        return scan.good_bytes == self.good_bytes and scan.checksum == self.checksum
+
     def replace(self, records: Iterable[tuple[int, Payload]]) -> None:
         """Compaction: put a new log in the old one's place, all or nothing.
 

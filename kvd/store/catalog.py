@@ -206,9 +206,12 @@ def open_catalog(fs: FileSystem, path: Path, fingerprint: str) -> tuple[Catalog,
         CATALOG_ERRORS: not even a new one can be made.
     """
     real = fs.database_path(path)
-    existed = fs.stat(path) is not None
-    reason = "there is none"
-    if existed:
+    sound = True
+    for suffix in _FILES:
+        found = fs.stat(path.with_name(path.name + suffix))
+        sound = sound and (found is None or not found.is_special)
+    reason = "there is none" if sound else "it is no regular file"
+    if sound and fs.stat(path) is not None:
         try:
             catalog = Catalog(_connect(fs, path))
         except CATALOG_ERRORS as error:

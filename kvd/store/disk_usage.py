@@ -24,13 +24,32 @@ _REFUSED_FOR_S: Final = 1.0
 
 
 CATALOG_GROWTH_BYTES: Final = 384 * 1024
-"""Kept free for the catalog: SQLite writes without asking (its log of 32 pages, pages of rows), a quota holds all the
-same. At most a quarter of a small quota."""
+"""Set aside for the catalog: SQLite writes without asking (its log of 32 pages, pages of rows), a quota holds all the
+same. At most a quarter of a small quota. What the catalog takes already is no part of it any more."""
+
+CATALOG_SLACK_BYTES: Final = 192 * 1024
+"""What SQLite's log and index grow to: kept free, less what they take, however large the catalog is."""
+
+LOG_RESERVE_BYTES: Final = 64 * 1024
+"""Least room that pages leave to records: pages whose record does not fit are of no use to anybody. At least 2 % of the
+quota, at most an eighth of a small one."""
 
 
-def catalog_reserve_bytes(quota_bytes: int) -> int:
-    """Bytes of a quota that pages and logs may not take."""
-    return min(CATALOG_GROWTH_BYTES, quota_bytes // 4)
+def catalog_reserve_bytes(quota_bytes: int, *, database_bytes: int = 0, log_bytes: int = 0) -> int:
+    """Bytes of a quota that pages and logs may not take.
+
+    Args:
+        quota_bytes: the quota.
+        database_bytes: what the catalog's database takes already.
+        log_bytes: what SQLite's log and its index take already.
+    """
+    whole = min(CATALOG_GROWTH_BYTES, quota_bytes // 4)
+    return max(0, whole - database_bytes - log_bytes, min(CATALOG_SLACK_BYTES, whole) - log_bytes)
+
+
+def log_reserve_bytes(quota_bytes: int) -> int:
+    """Bytes of a quota that only records may take."""
+    return min(max(LOG_RESERVE_BYTES, quota_bytes // 50), quota_bytes // 8)
 
 
 class DiskUsage:
@@ -39,6 +58,7 @@ class DiskUsage:
     Attributes:
         swap_bytes, log_bytes, quarantine_bytes: of the present model.
         other_bytes: everything else under the root.
+        reserved_bytes: kept free for the catalog, as of the last count.
     """
 
     def __init__(
@@ -58,7 +78,7 @@ class DiskUsage:
         self._admissions = 0
         self._refused_bytes = 0  # used when the last admission was refused
         self._refused_until_s = 0.0
-        self.swap_bytes = self.log_bytes = self.quarantine_bytes = self.other_bytes = 0
+        self.swap_bytes = self.log_bytes = self.quarantine_bytes = self.other_bytes = self.reserved_bytes = 0
         self.recount()
 
     @property
@@ -72,13 +92,23 @@ class DiskUsage:
         self.log_bytes = folder_bytes(self._fs, self._folder.agents_folder(self._fingerprint))
         self.quarantine_bytes = folder_bytes(self._fs, self._folder.quarantine_folder(self._fingerprint))
         self.other_bytes = self._folder.used_bytes() - self.swap_bytes - self.log_bytes - self.quarantine_bytes
+        database_bytes, *log_bytes = (self._catalog_bytes(suffix) for suffix in ("", "-wal", "-shm"))
+        self.reserved_bytes = catalog_reserve_bytes(
+            self.quota_bytes, database_bytes=database_bytes, log_bytes=sum(log_bytes)
+        )
 
-    def admit(self, wanted_bytes: int, delete_orphans: Callable[[], None] | None) -> None:
+    def _catalog_bytes(self, suffix: str) -> int:
+        path = self._folder.catalog_path(self._fingerprint)
+        found = self._fs.stat(path.with_name(path.name + suffix))
+        return 0 if found is None else found.file_bytes
+
+    def admit(self, wanted_bytes: int, delete_orphans: Callable[[], None] | None, *, kept_bytes: int = 0) -> None:
         """Return when `wanted_bytes` more fit the quota; orphans and quarantine make room first.
 
         Args:
             wanted_bytes: bytes about to be written.
             delete_orphans: removes files that nobody names; None when nothing may be deleted, quarantine included.
+            kept_bytes: room that must stay for others after that.
 
         Raises:
             QuotaExceeded: they do not fit; nothing may be written.
@@ -86,27 +116,32 @@ class DiskUsage:
         self._admissions += 1
         if self._admissions % _RECOUNT_EVERY == 0:
             self.recount()
-        if self._fits(wanted_bytes):
+        if self._over(wanted_bytes + kept_bytes) <= 0:
             return
         if self._clock() < self._refused_until_s and self.used_bytes >= self._refused_bytes:
-            raise self._refusal(wanted_bytes)
+            raise self._refusal(wanted_bytes, kept_bytes)
         self.recount()
-        if delete_orphans is not None and not self._fits(wanted_bytes):
+        if delete_orphans is not None and self._over(wanted_bytes + kept_bytes) > 0:
             delete_orphans()
             self.recount()
-        if delete_orphans is not None and not self._fits(wanted_bytes):
-            over = self.used_bytes + wanted_bytes + catalog_reserve_bytes(self.quota_bytes) - self.quota_bytes
-            prune_quarantine(self._fs, self._folder.quarantine_folder(self._fingerprint), wanted_bytes=over)
+        if delete_orphans is not None and (over_bytes := self._over(wanted_bytes + kept_bytes)) > 0:
+            prune_quarantine(self._fs, self._folder.quarantine_folder(self._fingerprint), wanted_bytes=over_bytes)
             self.recount()
-        if not self._fits(wanted_bytes):
+        if self._over(wanted_bytes + kept_bytes) > 0:
             self._refused_bytes, self._refused_until_s = self.used_bytes, self._clock() + _REFUSED_FOR_S
-            raise self._refusal(wanted_bytes)
+            raise self._refusal(wanted_bytes, kept_bytes)
 
-    def _refusal(self, wanted_bytes: int) -> QuotaExceeded:
-        return QuotaExceeded(used_bytes=self.used_bytes, wanted_bytes=wanted_bytes, quota_bytes=self.quota_bytes)
+    def _refusal(self, wanted_bytes: int, kept_bytes: int) -> QuotaExceeded:
+        return QuotaExceeded(
+            used_bytes=self.used_bytes,
+            wanted_bytes=wanted_bytes,
+            quota_bytes=self.quota_bytes,
+            reserved_bytes=self.reserved_bytes + kept_bytes,
+        )
 
-    def _fits(self, wanted_bytes: int) -> bool:
-        return self.used_bytes + wanted_bytes + catalog_reserve_bytes(self.quota_bytes) <= self.quota_bytes
+    def _over(self, wanted_bytes: int) -> int:
+        """By how many bytes the quota would be passed; at most 0 when they fit."""
+        return self.used_bytes + wanted_bytes + self.reserved_bytes - self.quota_bytes
 
 
-__all__ = ["DiskUsage", "catalog_reserve_bytes"]
+__all__ = ["DiskUsage", "catalog_reserve_bytes", "log_reserve_bytes"]

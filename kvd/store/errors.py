@@ -12,6 +12,7 @@
     ├── PageMissing          no file for that page
     ├── LogCorrupt           a log's tail fragment no longer has its checksum
     └── LogVanished          the log is shorter than what was committed, or gone
+        └── LogDamaged       the log is there, but a replay would not get through it
     InternalError
     ├── RecordInvalid        a record cannot be encoded, decoded or applied to its agent
     ├── PageNotDurable       a record names pages whose files are not durable; nothing was written
@@ -79,12 +80,14 @@ class QuotaExceeded(EnvironmentFault):
 
     name = "quota_exceeded"
 
-    def __init__(self, *, used_bytes: int, wanted_bytes: int, quota_bytes: int) -> None:
+    def __init__(self, *, used_bytes: int, wanted_bytes: int, quota_bytes: int, reserved_bytes: int = 0) -> None:
+        kept = f", {reserved_bytes} are kept free for the catalog and logs," if reserved_bytes else ""
         super().__init__(
-            f"The data folder holds {used_bytes} bytes and {wanted_bytes} more would pass its quota of {quota_bytes}. "
-            "Delete agents or raise the disk quota.",
+            f"The data folder holds {used_bytes} bytes{kept} and {wanted_bytes} more would pass its quota of "
+            f"{quota_bytes}. Delete agents or raise the disk quota.",
             used_bytes=used_bytes,
             wanted_bytes=wanted_bytes,
+            reserved_bytes=reserved_bytes,
             quota_bytes=quota_bytes,
         )
 
@@ -193,6 +196,23 @@ class LogVanished(EnvironmentFault):
         )
 
 
+class LogDamaged(LogVanished):
+    """A replay of the log would stop at a bad frame: nothing appended to it would be durable. Nothing was written.
+
+    The agent is known as before. A record that stands alone begins a new log, which keeps the other branches.
+    """
+
+    name = "log_damaged"
+
+    def __init__(self, *, path: str) -> None:
+        EnvironmentFault.__init__(
+            self,
+            "An agent's log does not hold what was committed any more. Something else changed the data folder, or its "
+            "disk rots; the agent is written anew.",
+            path=path,
+        )
+
+
 class RecordInvalid(InternalError):
     """A record does not follow from its agent's state. The state and the log are unchanged.
 
@@ -255,6 +275,7 @@ __all__ = [
     "DiskFault",
     "FormatUnknown",
     "LogCorrupt",
+    "LogDamaged",
     "LogUnreadable",
     "LogVanished",
     "PageCorrupt",

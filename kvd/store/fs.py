@@ -33,6 +33,13 @@ _FULL_FSYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
 _NO_CACHE: Final[int | None] = getattr(fcntl, "F_NOCACHE", None)
 
 
+class NotRegularFile(OSError):
+    """A pipe, socket or device has the name of a file: it is never read or written, and counts as no file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EINVAL, "not a regular file", str(path))
+
+
 @dataclass(frozen=True, slots=True)
 class FileStat:
     """Facts of a file or folder.
@@ -42,16 +49,21 @@ class FileStat:
         file_bytes: length in bytes (0 for folders).
         mode: permission bits.
         mtime_s: last change of the content, seconds since the epoch.
+        is_special: a pipe, socket or device.
     """
 
     is_folder: bool
     file_bytes: int
     mode: int
     mtime_s: float
+    is_special: bool = False
 
 
 class FileSystem(Protocol):
-    """What the store asks of a disk. Every method raises OSError when the disk refuses."""
+    """What the store asks of a disk. Every method raises OSError when the disk refuses.
+
+    No method waits for a pipe's other end: what opens files raises NotRegularFile for what is none.
+    """
 
     def create(self, path: Path) -> FileHandle:
         """Open a new file for writing, mode 0600; FileExistsError when the name is taken, links are not followed."""
@@ -112,8 +124,7 @@ class RealFileSystem:
 
     def open_append(self, path: Path) -> FileHandle:
         """See `FileSystem.open_append`."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        return FileHandle(os.open(path, flags, 0o600))
+        return FileHandle(_open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 
     def write(self, handle: FileHandle, data: bytes | memoryview) -> None:
         """See `FileSystem.write`."""
@@ -168,7 +179,7 @@ class RealFileSystem:
 
     def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
         """See `FileSystem.read`."""
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = _open_regular(path, os.O_RDONLY)
         with os.fdopen(handle, "rb", buffering=0) as file:
             if drop_cache and _NO_CACHE is not None:
                 fcntl.fcntl(handle, _NO_CACHE, 1)
@@ -189,11 +200,13 @@ class RealFileSystem:
         except (FileNotFoundError, NotADirectoryError):
             return None
         folder = stat_bits.S_ISDIR(found.st_mode)
-        return FileStat(folder, 0 if folder else found.st_size, stat_bits.S_IMODE(found.st_mode), found.st_mtime)
+        special = not (folder or stat_bits.S_ISREG(found.st_mode) or stat_bits.S_ISLNK(found.st_mode))
+        file_bytes = 0 if folder or special else found.st_size
+        return FileStat(folder, file_bytes, stat_bits.S_IMODE(found.st_mode), found.st_mtime, special)
 
     def lock(self, path: Path) -> FileHandle:
         """See `FileSystem.lock`."""
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        handle = _open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
@@ -204,6 +217,21 @@ class RealFileSystem:
     def database_path(self, path: Path) -> Path:
         """See `FileSystem.database_path`."""
         return path
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    """Open a file without following links; a pipe must not make the caller wait until somebody opens its other end."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.EOPNOTSUPP, errno.ENODEV):  # a pipe nobody reads, a socket, no device
+            raise NotRegularFile(path) from error
+        raise
+    mode = os.fstat(handle).st_mode
+    if not stat_bits.S_ISREG(mode) and not stat_bits.S_ISDIR(mode):  # folders have errors of their own
+        os.close(handle)
+        raise NotRegularFile(path)
+    return handle
 
 
 def _read_exactly(handle: int, limit: int) -> bytes:
@@ -302,6 +330,7 @@ __all__ = [
     "FileHandle",
     "FileStat",
     "FileSystem",
+    "NotRegularFile",
     "RealFileSystem",
     "folder_bytes",
     "is_temp_name",

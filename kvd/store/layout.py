@@ -101,9 +101,10 @@ class DataFolder:
             DataFolderMalformed: VERSION is not a number.
         """
         path = self.root / "VERSION"
-        if self.fs.stat(path) is None:
+        found = self.fs.stat(path)
+        if found is None:
             return None
-        content = self.fs.read(path, limit=64)
+        content = b"" if found.is_special else self.fs.read(path, limit=64)
         text = content.strip()
         if not (text.isdigit() and len(text) <= 9) or int(text) == 0:
             raise DataFolderMalformed(path=str(path), content=content)

@@ -7,34 +7,59 @@ Owned by the swap thread. May import kvd.errors, kvd.ids and siblings of kvd.sto
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-
-import xxhash
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final
 
 from kvd.errors import AgentNotFound
 from kvd.ids import PageId
-from kvd.store.agent_image import AgentImage, Fragment, Layouts, apply
+from kvd.store.agent_image import AgentImage, Layouts, apply
 from kvd.store.agent_log import FRAME, AgentLog, LogScan, Payload, log_seed, scan_log
 from kvd.store.catalog import AgentRow
-from kvd.store.errors import FormatUnknown, LogCorrupt, LogUnreadable, LogVanished, PageNotDurable, RecordInvalid
+from kvd.store.errors import (
+    LogCorrupt,
+    LogDamaged,
+    LogUnreadable,
+    LogVanished,
+    PageNotDurable,
+    QuotaExceeded,
+    RecordInvalid,
+)
 from kvd.store.fs import FileSystem
 from kvd.store.layout import DataFolder
+from kvd.store.log_tails import read_tail
 from kvd.store.record_codec import decode_record, encode_parts
 from kvd.store.records import AgentRecord
 from kvd.store.recovery_report import AgentRef, RecoveryReport, agent_row
-from kvd.store.snapshot import join_tail, snapshot_records
-from kvd.store.swap_dir import move_aside
+from kvd.store.snapshot import snapshot_records, stands_alone
+from kvd.store.swap_dir import copy_aside, move_aside
 
 Admit = Callable[[int], None]
 """Raises QuotaExceeded when that many bytes may not be written."""
 
+VERIFIED_LOG_BYTES: Final = 1_000_000
+"""Longest log that is read back as a whole: less than a millisecond."""
+
+VERIFY_EVERY_S: Final = 60.0
+"""How often, at most, a commit reads such a log back."""
+
 
 @dataclass(slots=True)
 class _Entry:
+    """An agent and its log.
+
+    Attributes:
+        verified_s: when the whole log was last known to be good.
+        damaged: a replay would not get through the log; `image` is what was committed all the same.
+    """
+
     image: AgentImage
     log: AgentLog
+    verified_s: float
+    damaged: bool = False
     unsure: bool = False
     """A compaction failed at its end and nobody could read since which of the two logs is there."""
 
@@ -43,6 +68,7 @@ class LogBook:
     """Logs and images of all agents. `append`, `compact`, `delete` and `forget_lost` are the only mutators.
 
     Attributes:
+        renewed: damaged logs that were begun anew.
         unreadable: names of logs that the disk refused to read at start. What they name is unknown: while there is one,
             no page may be deleted.
     """
@@ -56,6 +82,7 @@ class LogBook:
         full_groups: frozenset[int] | None,
         recovered: RecoveryReport,
         facts: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
@@ -63,6 +90,8 @@ class LogBook:
         self._layouts = layouts
         self._full_groups = full_groups
         self._facts = facts
+        self._clock = clock
+        self.renewed = 0
         self._entries: dict[AgentRef, _Entry] = {}
         self._references: Counter[PageId] = Counter()
         self._names_unsettled = False
@@ -88,7 +117,7 @@ class LogBook:
         return self._references[PageId(page_id)]
 
     def append(self, record: AgentRecord, durable: Collection[PageId], admit: Admit) -> AgentImage:
-        """Commit a record.
+        """Commit a record. One that stands alone replaces a damaged log; the other branches come along.
 
         Args:
             record: the change.
@@ -97,11 +126,19 @@ class LogBook:
 
         Raises:
             RecordInvalid, PageNotDurable, QuotaExceeded, LogUnreadable: nothing was written.
+            LogDamaged: the log is damaged and the record needs it; nothing was written.
             LogVanished: committed bytes are gone; what is left is in quarantine and the agent is unknown from now on.
-            OSError: the disk refused; the log is as before.
+            OSError: the disk refused; the log is as before (or a damaged one was replaced, not durable yet).
         """
         ref = (record.namespace, record.agent)
         entry = self._sure(ref)
+        if entry is not None:
+            if not entry.damaged and self._clock() - entry.verified_s >= VERIFY_EVERY_S:
+                self._verify(entry)
+            if entry.damaged:
+                if not stands_alone(record):
+                    raise LogDamaged(path=str(entry.log.path))
+                return self._renew(ref, entry, record, durable, admit)
         payload = encode_parts(record)
         frame_bytes = FRAME.size + sum(map(len, payload))
         log = entry.log if entry is not None else self._new_log(ref)
@@ -121,7 +158,7 @@ class LogBook:
         except LogVanished:
             self._lose(ref)
             raise
-        self._put(ref, image, log)
+        self._put(ref, image, log, None if entry is None else entry.verified_s)
         return image
 
     def compact(self, ref: AgentRef, keep: frozenset[int] | None, admit: Admit) -> AgentImage:
@@ -137,9 +174,42 @@ class LogBook:
         """
         entry = self._entry(ref)
         admit(entry.image.rewritten_bytes(entry.image.branches if keep is None else keep))
+        return self._rewrite(ref, entry, self._snapshots(entry, entry.image, keep))
+
+    def _renew(
+        self, ref: AgentRef, entry: _Entry, record: AgentRecord, durable: Collection[PageId], admit: Admit
+    ) -> AgentImage:
+        """Begin a damaged log anew: the other branches as they were committed, then a record that stands alone.
+
+        The old log's bytes go to quarantine first, where there is room for them; then the new log takes its place at
+        once: a crash leaves one or the other. A branch whose tail is rotten is cut to its last page border.
+        """
+        absent = {page.page_id for delta in record.segments for page in delta.new_pages}.difference(durable)
+        if absent:
+            raise PageNotDurable(page_ids=tuple(sorted(absent)))
+        record = replace(record, meta={**entry.image.meta, **record.meta})
+        records: Iterable[AgentRecord] = [record]
+        wanted_bytes = FRAME.size + sum(map(len, encode_parts(record)))
+        rest = entry.image.without(record.branch)
+        if rest is not None:
+            wanted_bytes += rest.rewritten_bytes(rest.branches)
+            records = chain(self._snapshots(entry, rest, None, cut_current=True), records)
+        admit(wanted_bytes)
+        path, quarantine = entry.log.path, self._folder.quarantine_folder(self._fingerprint)
+        try:
+            admit(wanted_bytes + entry.image.log_bytes)
+            copy = copy_aside(self._fs, path, quarantine)
+            self._facts(f"log {path.name} is damaged; a copy of it was put aside as {copy.name}")
+        except (OSError, QuotaExceeded) as error:
+            self._facts(f"log {path.name} is damaged; no copy of it was kept: {error}")
+        image = self._rewrite(ref, entry, records)
+        self.renewed += 1
+        return image
+
+    def _rewrite(self, ref: AgentRef, entry: _Entry, records: Iterable[AgentRecord]) -> AgentImage:
         images: list[AgentImage] = []
         try:
-            entry.log.replace(self._snapshots(ref, entry.image, keep, images))
+            entry.log.replace(self._frames(records, images))
         except OSError:
             entry.unsure = True
             with contextlib.suppress(OSError, RecordInvalid):
@@ -149,17 +219,22 @@ class LogBook:
         return images[-1]
 
     def _snapshots(
-        self, ref: AgentRef, old: AgentImage, keep: frozenset[int] | None, images: list[AgentImage]
-    ) -> Iterator[tuple[int, Payload]]:
-        """Frames of the compacted log; `images` ends with the agent as they say."""
-        image, end = None, 0
-        path = self._folder.log_path(self._fingerprint, *ref)
-        for record in snapshot_records(
-            old,
-            lambda branch, group, segment: self.read_tail(ref, branch, group, segment),
+        self, entry: _Entry, image: AgentImage, keep: frozenset[int] | None, *, cut_current: bool = False
+    ) -> Iterator[AgentRecord]:
+        """`snapshot_records` of an image of the entry's log."""
+        name = entry.log.path.name
+        return snapshot_records(
+            image,
+            lambda branch, group, segment: self._tail(entry, branch, group, segment),
             keep=keep,
-            on_cut=lambda branch: self._facts(f"log {path.name}: the tail of branch {branch} is rotten and was let go"),
-        ):
+            cut_current=cut_current,
+            on_cut=lambda branch: self._facts(f"log {name}: the tail of branch {branch} is rotten and was let go"),
+        )
+
+    def _frames(self, records: Iterable[AgentRecord], images: list[AgentImage]) -> Iterator[tuple[int, Payload]]:
+        """Frames of a log of these records; `images` ends with the agent as they say."""
+        image, end = None, 0
+        for record in records:
             payload = encode_parts(record)
             end += FRAME.size + sum(map(len, payload))
             image = apply(image, record, payload_end=end, layouts=self._layouts, full_groups=self._full_groups)
@@ -169,6 +244,8 @@ class LogBook:
     def read_tail(self, ref: AgentRef, branch: int, group: int, segment: int = 0) -> bytes:
         """Tail KV of a branch, in layout order; empty when it has none.
 
+        The log is being read anyway, so a short one is verified: what a replay would not get through is known then.
+
         Raises:
             AgentNotFound: no such agent, branch or segment.
             FormatUnknown: no layout for its format.
@@ -177,15 +254,15 @@ class LogBook:
         """
         entry = self._entry(ref)
         try:
-            state = entry.image.branches[branch].segment(group, segment)
-        except KeyError as error:
-            raise AgentNotFound(f"Agent {ref[1]!r} has no branch {branch} with segment {group}.{segment}.") from error
-        if not state.fragments:
-            return b""
-        layout = self._layouts(group, state.format_id)
-        if layout is None:
-            raise FormatUnknown(group=group, format_id=state.format_id)
-        return join_tail(state, layout, lambda fragment: self._fragment(entry.log, fragment))
+            tail = self._tail(entry, branch, group, segment)
+        except LogCorrupt:
+            entry.damaged = True
+            raise
+        self._verify(entry)
+        return tail
+
+    def _tail(self, entry: _Entry, branch: int, group: int, segment: int) -> bytes:
+        return read_tail(self._fs, entry.log.path, entry.image, self._layouts, (branch, group, segment))
 
     def delete(self, ref: AgentRef) -> int:
         """Delete a log and forget its agent; the deletion is durable when this returns.
@@ -254,7 +331,7 @@ class LogBook:
         if log.path.name in self.unreadable:
             raise LogUnreadable(agent=ref[1], path=str(log.path))
         found = self._fs.stat(log.path)
-        if found is not None and found.file_bytes:
+        if found is not None and (found.file_bytes or found.is_special):
             self._put_aside(log)
         return log
 
@@ -269,13 +346,21 @@ class LogBook:
         with contextlib.suppress(OSError):
             self._put_aside(entry.log)
 
-    def _put(self, ref: AgentRef, image: AgentImage, log: AgentLog) -> None:
+    def _verify(self, entry: _Entry) -> None:
+        """See whether a short log still is what was committed; what the disk refuses to read proves nothing."""
+        if entry.log.good_bytes > VERIFIED_LOG_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            entry.damaged = entry.damaged or not entry.log.intact()
+            entry.verified_s = self._clock()
+
+    def _put(self, ref: AgentRef, image: AgentImage, log: AgentLog, verified_s: float | None = None) -> None:
         old = self._entries.get(ref)
         new_pages = image.page_ids()
         old_pages = old.image.page_ids() if old is not None else set()
         self._references.update(new_pages - old_pages)
         self._dereference(old_pages - new_pages)
-        self._entries[ref] = _Entry(image, log)
+        self._entries[ref] = _Entry(image, log, self._clock() if verified_s is None else verified_s)
 
     def _drop(self, ref: AgentRef) -> None:
         entry = self._entries.pop(ref, None)
@@ -287,16 +372,6 @@ class LogBook:
             self._references[page_id] -= 1
             if self._references[page_id] <= 0:
                 del self._references[page_id]
-
-    def _fragment(self, log: AgentLog, fragment: Fragment) -> bytes:
-        try:
-            data = self._fs.read(log.path, offset=fragment.offset, limit=fragment.kv_bytes)
-        except (FileNotFoundError, NotADirectoryError):
-            data = b""
-        if len(data) != fragment.kv_bytes or xxhash.xxh3_128_digest(data) != fragment.checksum:
-            reason = "length" if len(data) != fragment.kv_bytes else "checksum"
-            raise LogCorrupt(path=str(log.path), offset=fragment.offset, reason=reason)
-        return data
 
     def _replay(self, scan: LogScan) -> AgentImage:
         image: AgentImage | None = None
@@ -313,10 +388,13 @@ class LogBook:
         return image
 
     def _reread(self, ref: AgentRef) -> None:
-        """After a compaction failed: see which of the two logs is there."""
+        """After a rewrite failed: see which of the two logs is there (the new one is whole)."""
         log = self._entries[ref].log
         scan = scan_log(self._fs.read(log.path), log_seed(self._fingerprint, log.path.name))
         if scan.checksum == log.checksum and scan.good_bytes == log.good_bytes:
+            return
+        if scan.damage is not None:
+            self._entries[ref].damaged = True
             return
         image = self._replay(scan)
         self._names_unsettled = True

@@ -153,6 +153,9 @@ class _Recovery:
             self.fs.fsync_dir(agents_folder)  # names that a killed process left in the system's cache only
         with contextlib.suppress(FileNotFoundError):
             names = self.fs.listdir(agents_folder)
+        for name in [name for name in names if self._is_special(agents_folder / name)]:
+            names.remove(name)
+            self.foreign.append(str((agents_folder / name).relative_to(self.folder.root)))
         committed = {row.log_name: row for row in contents.agents.values()}
         for name in names:
             path = agents_folder / name
@@ -166,6 +169,10 @@ class _Recovery:
             row = committed[name]
             ref = (row.namespace, row.agent)
             self.troubles.append(LogTrouble(name, ref, "stale", 0, row.log_bytes, "the catalog knows it, it is gone"))
+
+    def _is_special(self, path: Path) -> bool:
+        found = self.fs.stat(path)
+        return found is not None and found.is_special
 
     def _read_log(self, path: Path, committed: AgentRow | None) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from kvd.store.fs import FileSystem, make_folder, write_file
+from kvd.store.fs import FileSystem, NotRegularFile, make_folder, write_file
 
 MAX_SMALL_FILE_BYTES: Final = 1 << 28
 """What is read at once at most; more than any such file has, less than hurts."""
@@ -29,14 +29,14 @@ def write_small_file(fs: FileSystem, path: Path, data: bytes) -> None:
 
 
 def read_small_file(fs: FileSystem, path: Path) -> bytes | None:
-    """The file's content; None when there is no such file.
+    """The file's content; None when there is no such file (a pipe, socket or device in its place is none).
 
     Raises:
         OSError: the disk refused (then nobody knows what it holds).
     """
     try:
         return fs.read(path, limit=MAX_SMALL_FILE_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, NotRegularFile):
         return None
 
 

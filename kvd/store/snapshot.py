@@ -75,6 +75,7 @@ def snapshot_records(
     read_tail: ReadTail,
     *,
     keep: Collection[int] | None = None,
+    cut_current: bool = False,
     on_cut: Callable[[int], None] = lambda branch: None,
 ) -> Iterator[AgentRecord]:
     """The records of a compacted log: one `snapshot` a branch, the current one last.
@@ -85,11 +86,12 @@ def snapshot_records(
         image: the agent.
         read_tail: reads tails from the present log.
         keep: branches to keep (None: all); the current one always stays.
+        cut_current: cut the current branch like any other.
         on_cut: told of a branch whose tail is rotten: it is cut to a page border, since no compaction would ever end
             otherwise and its log would grow for ever.
 
     Raises:
-        LogCorrupt: the current branch's tail is rotten; its ids and text are worth more than a short log.
+        LogCorrupt: the current branch's tail is rotten and stays: its ids and text are worth more than a short log.
     """
     others = sorted(number for number in image.branches if number != image.current and (keep is None or number in keep))
     numbers = [*others, image.current]
@@ -101,7 +103,7 @@ def snapshot_records(
                 read_tail(number, each.group, each.segment) if each.tail_tokens else b"" for each in branch.segments
             ]
         except LogCorrupt:
-            if last:
+            if last and not cut_current:
                 raise
             branch = without_tail(branch)
             tails = [b""] * len(branch.segments)
@@ -140,4 +142,10 @@ def snapshot_records(
         )
 
 
-__all__ = ["ReadTail", "join_tail", "snapshot_records", "without_tail"]
+def stands_alone(record: AgentRecord) -> bool:
+    """Whether a record says everything about its branch: no byte of the log before it is needed to replay it."""
+    based = any(delta.kept_pages or delta.tail_start for delta in record.segments)
+    return record.parent is None and not record.base_tokens and not record.base_text_bytes and not based
+
+
+__all__ = ["ReadTail", "join_tail", "snapshot_records", "stands_alone", "without_tail"]

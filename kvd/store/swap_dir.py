@@ -14,7 +14,7 @@ from pathlib import Path
 from kvd.ids import PageId
 from kvd.quant.spec import PageLayout
 from kvd.store.errors import PageMissing
-from kvd.store.fs import FileSystem, is_temp_name, make_folder, write_file
+from kvd.store.fs import FileSystem, NotRegularFile, is_temp_name, make_folder, write_file
 from kvd.store.layout import DataFolder, page_of_file
 from kvd.store.page_file import PageHeader, decode_page, encode_page
 
@@ -82,7 +82,7 @@ class SwapDir:
         """
         try:
             data = self._fs.read(self.path(expected.page_id), drop_cache=drop_cache)
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError, NotRegularFile) as error:
             raise PageMissing(page_id=expected.page_id) from error
         return decode_page(data, expected, layout)
 
@@ -113,9 +113,9 @@ class SwapDir:
         temp_files: list[Path] = []
         foreign: list[Path] = []
         root = self._folder.swap_folder(self._fingerprint)
-        for path, file_bytes in _files(self._fs, root):
+        for path, file_bytes, special in _files(self._fs, root):
             page_id = page_of_file(path.name)
-            if page_id is not None and path == self.path(page_id):
+            if page_id is not None and path == self.path(page_id) and not special:
                 pages[page_id] = file_bytes
             elif is_temp_name(path.name):
                 temp_files.append(path)
@@ -124,16 +124,16 @@ class SwapDir:
         return SwapScan(pages, tuple(temp_files), tuple(foreign))
 
 
-def _files(fs: FileSystem, folder: Path) -> list[tuple[Path, int]]:
-    """Every file under `folder` with its length in bytes."""
-    found: list[tuple[Path, int]] = []
+def _files(fs: FileSystem, folder: Path) -> list[tuple[Path, int, bool]]:
+    """Every file under `folder`, its length in bytes, and whether it is a pipe, socket or device."""
+    found: list[tuple[Path, int, bool]] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in fs.listdir(folder):
             stat = fs.stat(folder / name)
             if stat is not None and stat.is_folder:
                 found.extend(_files(fs, folder / name))
             elif stat is not None:
-                found.append((folder / name, stat.file_bytes))
+                found.append((folder / name, stat.file_bytes, stat.is_special))
     return found
 
 
@@ -162,6 +162,19 @@ def move_aside(fs: FileSystem, path: Path, quarantine: Path) -> Path | None:
     return target
 
 
+def copy_aside(fs: FileSystem, path: Path, quarantine: Path) -> Path:
+    """Copy a file to the quarantine folder under a free name; durable when this returns.
+
+    Raises:
+        OSError: there is no such file, or the disk refused; there is no copy then.
+    """
+    data = fs.read(path)
+    make_folder(fs, quarantine)
+    target = aside_path(fs, path.name, quarantine)
+    write_file(fs, target, [data])
+    return target
+
+
 def prune_quarantine(fs: FileSystem, quarantine: Path, *, wanted_bytes: int) -> int:
     """Delete quarantined files, oldest first, until `wanted_bytes` are free or nothing is left.
 
@@ -169,7 +182,7 @@ def prune_quarantine(fs: FileSystem, quarantine: Path, *, wanted_bytes: int) -> 
         Bytes freed.
     """
     files: list[tuple[float, Path, int]] = []
-    for path, file_bytes in _files(fs, quarantine):
+    for path, file_bytes, _ in _files(fs, quarantine):
         stat = fs.stat(path)
         files.append((0.0 if stat is None else stat.mtime_s, path, file_bytes))
     freed_bytes = 0
@@ -182,4 +195,4 @@ def prune_quarantine(fs: FileSystem, quarantine: Path, *, wanted_bytes: int) -> 
     return freed_bytes
 
 
-__all__ = ["SwapDir", "SwapScan", "aside_path", "move_aside", "prune_quarantine"]
+__all__ = ["SwapDir", "SwapScan", "aside_path", "copy_aside", "move_aside", "prune_quarantine"]

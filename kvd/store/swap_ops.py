@@ -40,7 +40,7 @@ class ReadPageOp:
 class AppendRecordOp:
     """Commit a record to its agent's log. Durable when the result has no error, else not, and nothing is half written.
 
-    After LogVanished or for a new agent the record must stand alone (`create` or `snapshot`, no base).
+    After LogVanished or LogDamaged or for a new agent the record must stand alone (no base, all its KV).
     """
 
     record: AgentRecord

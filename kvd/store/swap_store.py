@@ -20,7 +20,7 @@ from kvd.ids import PageId
 from kvd.store.agent_image import AgentImage, Layouts
 from kvd.store.catalog import AgentRow
 from kvd.store.catalog_keeper import CatalogKeeper
-from kvd.store.disk_usage import DiskUsage
+from kvd.store.disk_usage import DiskUsage, log_reserve_bytes
 from kvd.store.errors import DiskFault, LogVanished, PageCorrupt, PageMissing, PageReferenced
 from kvd.store.fs import FileSystem
 from kvd.store.fs_meter import MeteredFileSystem
@@ -196,7 +196,7 @@ class SwapStore:
         page_id = op.header.page_id
         if page_id in self._doomed:
             self.idle()
-        self._admit(file_bytes_for(op.header, op.layout))
+        self._admit(file_bytes_for(op.header, op.layout), kept_bytes=log_reserve_bytes(self._usage.quota_bytes))
         found = self._fs.stat(self._swap.path(page_id))
         try:
             file_bytes = self._swap.write(op.header, op.layout, op.payload)
@@ -235,12 +235,16 @@ class SwapStore:
         ref = (op.record.namespace, op.record.agent)
         old = self._logs.image(ref)
         before = 0 if old is None else old.log_bytes
+        renewed = self._logs.renewed
         try:
             image = self._unless_vanished(lambda: self._logs.append(op.record, self._pages, self._admit))
         except OSError:
             self._usage.recount()  # a failed append may have left bytes behind
             raise
-        self._usage.log_bytes += image.log_bytes - before
+        if self._logs.renewed != renewed:
+            self._usage.recount()  # the old log may be in quarantine
+        else:
+            self._usage.log_bytes += image.log_bytes - before
         return self._log_changed(op, ref, image, "records")
 
     def _compact(self, op: CompactLogOp) -> SwapResult:
@@ -293,9 +297,9 @@ class SwapStore:
         self._file_bytes.pop(page_id, None)
         self._catalog.drop_pages([page_id])
 
-    def _admit(self, wanted_bytes: int) -> None:
+    def _admit(self, wanted_bytes: int, *, kept_bytes: int = 0) -> None:
         # what an unreadable log names is not known: its pages look like orphans, and quarantine may hold its past
-        self._usage.admit(wanted_bytes, None if self._logs.unreadable else self._delete_orphans)
+        self._usage.admit(wanted_bytes, None if self._logs.unreadable else self._delete_orphans, kept_bytes=kept_bytes)
 
     def _delete_orphans(self) -> None:
         """Remove page files that are neither durable pages nor waiting to be: left by writes that failed late."""

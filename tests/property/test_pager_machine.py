@@ -2,6 +2,8 @@
 
 The machine carries out instructions on a model of RAM and disk whose pages are tuples of token values, answers
 transfers in random order, and after each step compares what a step would read with what was appended.
+
+Long because a state machine's rules share one oracle and are read together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The engine thread: every request answered once, cancelled in place, drained; faults end loudly or not at all."""
+"""The engine thread: every request answered once, cancelled in place, drained; faults end loudly or not at all.
+
+Long because every test drives the same thread through the same runner and gate, which are read with them.
+"""
 
 from __future__ import annotations
 
@@ -325,10 +328,13 @@ def test_what_the_disk_refused_is_saved_between_requests(runner: Runner, monkeyp
     """A queue that is never empty does not keep an unsaved turn in RAM: the save goes ahead of those that wait."""
     runner.fs.refuses = True
     assert runner.turn("a", "one").result["durable"] is False
-    runner.fs.refuses = False
+    upkeep = runner.engine._upkeep
+    assert upkeep is not None
+    deadline = time.monotonic() + WAIT_S
+    while not runner.look(lambda core: upkeep._next_save_s > 0) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the engine's own first try fails, and the next one is a while away
     gate = Gate(runner.model)
-    now = time.monotonic() + 2 * MAX_SAVE_WAIT_S
-    monkeypatch.setattr(runner.engine._upkeep, "_clock", lambda: now)
+    monkeypatch.setattr(upkeep, "_clock", lambda: time.monotonic() + 2 * MAX_SAVE_WAIT_S)
     first = runner.turn("b", "two")
     assert gate.entered.wait(WAIT_S)
     saved: list[object] = []
@@ -339,6 +345,7 @@ def test_what_the_disk_refused_is_saved_between_requests(runner: Runner, monkeyp
         assert core is not None
         return core.agents.get(ref_of("a")).unsaved
 
+    runner.fs.refuses = False
     gate.go_on.set()
     for answer in (first, *look):
         assert answer.result["durable"]

@@ -265,7 +265,7 @@ def test_refused_writes_do_not_count_the_folder_over_and_over(fs: LossyFileSyste
     _, _, sealed = agent.turn(256)
     op, other = (write_op(agent, *each) for each in sealed)
     assert store.perform(op).error is None
-    fs.poke(ROOT / "film.mov", bytes(70_000))
+    fs.poke(ROOT / "film.mov", bytes(90_000))
     count()
     assert isinstance(store.perform(other).error, QuotaExceeded)
     first = counts

@@ -1,0 +1,88 @@
+"""Page maps as pictures: one mark a page. Pure; takes what the daemon's `residency` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+PAGE_MARKS: Mapping[str, str] = {
+    "clean": "█",
+    "sealed_dirty": "▓",
+    "writing": "▓",
+    "loading": "▒",
+    "loading_tail": "▒",
+    "evicted": "░",
+    "filling": "▄",
+    "stashed": "_",
+    "lost": "!",
+}
+"""State of a page -> its mark; a state that is not here is `UNKNOWN_MARK`."""
+
+UNKNOWN_MARK = "?"
+
+LEGEND = "█ RAM and disk  ▓ RAM only  ▒ loading  ░ disk  ▄ open  _ open, on disk  ! lost"
+"""The marks in words; an open page is an agent's last one, which is not full yet."""
+
+
+def branch_marks(branch: Mapping[str, Any]) -> str:
+    """The pages of a branch in order, one mark each; its cache groups are set apart by a blank."""
+    return " ".join(
+        "".join(PAGE_MARKS.get(str(page.get("state")), UNKNOWN_MARK) for page in _pages_and_tail(segment))
+        for segment in branch.get("segments", ())
+    )
+
+
+def shares_pages(branch: Mapping[str, Any]) -> bool:
+    """Whether another branch or agent maps one of its pages too."""
+    segments = branch.get("segments", ())
+    return any(int(page.get("shared_by", 1)) > 1 for segment in segments for page in segment.get("pages", ()))
+
+
+def residency_lines(residency: Mapping[str, Any], *, columns: int | None = None) -> list[str]:
+    """The legend, then one line a branch: its agent, tokens, marks, and what is special about it.
+
+    Args:
+        residency: the daemon's answer.
+        columns: width to break long rows of marks at; None never does.
+    """
+    rows = list(_rows(residency.get("agents", ())))
+    if not rows:
+        return ["no agents yet"]
+    name_width, tokens_width = (max(len(row[at]) for row in rows) for at in (0, 1))
+    lines = [f"one mark a page of {residency.get('page_tokens', '?')} tokens:", LEGEND, ""]
+    indent = name_width + tokens_width + 4
+    room = None if columns is None else max(16, columns - indent)
+    for name, tokens, marks, notes in rows:
+        first, *others = _broken(marks, room)
+        lines.append(f"{name:<{name_width}}  {tokens:>{tokens_width}}  {first}")
+        lines += [" " * indent + part for part in others]
+        if notes:
+            fits = columns is None or len(lines[-1]) + 2 + len(notes) <= columns
+            lines = [*lines[:-1], f"{lines[-1]}  {notes}"] if fits else [*lines, " " * indent + notes]
+    return [line.rstrip() for line in lines]
+
+
+def _pages_and_tail(segment: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    tail = segment.get("tail")
+    return [*segment.get("pages", ()), *([] if tail is None else [tail])]
+
+
+def _rows(agents: Any) -> Iterator[tuple[str, str, str, str]]:  # noqa: ANN401  (a list of maps from the wire)
+    named = len({agent.get("namespace") for agent in agents}) > 1
+    for agent in agents:
+        base = f"{agent.get('namespace')}/{agent.get('agent')}" if named else str(agent.get("agent"))
+        branches = agent.get("branches", ())
+        for number, branch in enumerate(branches, 1):
+            name = base if len(branches) == 1 else f"{base}, branch {number}"
+            notes = [
+                *(["pinned"] if agent.get("pinned") else []),
+                *([] if branch.get("current", True) else ["left behind"]),
+                *(["shares pages"] if shares_pages(branch) else []),
+            ]
+            yield name, f"{branch.get('tokens', '?')} tokens", branch_marks(branch), ", ".join(notes)
+
+
+def _broken(marks: str, room: int | None) -> list[str]:
+    if room is None or len(marks) <= room:
+        return [marks]
+    return [marks[at : at + room] for at in range(0, len(marks), room)]
