@@ -72,9 +72,19 @@ def main() -> None:
 @click.option("--data-dir", envvar="KVD_DATA_DIR", type=click.Path(path_type=Path), help="Swap, logs, catalog (0700).")
 @click.option("--socket", envvar="KVD_SOCKET", type=click.Path(path_type=Path), help="Unix socket to listen on.")
 @click.option(
-    "--model", "model_name", envvar="KVD_MODEL", default=DEFAULT_MODEL, show_default=True, help="Name or folder."
+    "--model",
+    "model_name",
+    envvar="KVD_MODEL",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="Installed model's name, or a folder in mlx-lm's layout.",
 )
-@click.option("--model-dir", envvar="KVD_MODEL_DIR", type=click.Path(path_type=Path), help="Installed models.")
+@click.option(
+    "--model-dir",
+    envvar="KVD_MODEL_DIR",
+    type=click.Path(path_type=Path),
+    help="Folder of installed models [default: kvd-models in the user's data folder].",
+)
 @click.option(
     "--budget", type=SIZE, envvar="KVD_BUDGET", default=DEFAULT_BUDGET_BYTES, show_default="10.2GB", help="RAM for KV."
 )
@@ -205,9 +215,19 @@ def serve(
 
 @main.command()
 @click.option(
-    "--model", "model_name", envvar="KVD_MODEL", default=DEFAULT_MODEL, show_default=True, help="Name or folder."
+    "--model",
+    "model_name",
+    envvar="KVD_MODEL",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="Installed model's name, or a folder in mlx-lm's layout.",
 )
-@click.option("--model-dir", envvar="KVD_MODEL_DIR", type=click.Path(path_type=Path), help="Installed models.")
+@click.option(
+    "--model-dir",
+    envvar="KVD_MODEL_DIR",
+    type=click.Path(path_type=Path),
+    help="Folder of installed models [default: kvd-models in the user's data folder].",
+)
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object; progress goes to stderr.")
 def demo(model_name: str, model_dir: Path | None, as_json: bool) -> None:
     """Three agents, a kill -9, and warm answers equal to an unbroken run. About three minutes.
@@ -241,12 +261,17 @@ def demo(model_name: str, model_dir: Path | None, as_json: bool) -> None:
 
 @main.command()
 @click.argument("name", default=DEFAULT_MODEL)
-@click.option("--model-dir", envvar="KVD_MODEL_DIR", type=click.Path(path_type=Path), help="Installed models.")
+@click.option(
+    "--model-dir",
+    envvar="KVD_MODEL_DIR",
+    type=click.Path(path_type=Path),
+    help="Folder of installed models [default: kvd-models in the user's data folder].",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def calibrate(name: str, model_dir: Path | None, as_json: bool) -> None:
     """Measure the page formats on the model NAME and keep the smallest within 2 % of its perplexity.
 
-    `kvd model pull` does this once; do it again after changing the model's files. About a minute.
+    `kvd model pull` does this once; do it again after changing the model's files. One to four minutes on two cores.
 
     Example: kvd calibrate smollm2-135m
     """

@@ -91,8 +91,7 @@ _calibration_option = click.option(
     "--kv-format-calibration/--no-calibration",
     "calibration",
     default=True,
-    show_default=True,
-    help="Choose the KV page format by measuring it (one to four minutes on two cores).",
+    help="Choose the KV page format by measuring it, one to four minutes on two cores [default: do].",
 )
 
 

@@ -26,6 +26,7 @@ from kvd.bench.text import technical_english
 from kvd.errors import EnvironmentFault
 from kvd.ops.sizes import format_size
 from kvd_client import Client, GenerateResult
+from kvd_client.residency import residency_lines
 
 ROLES = {
     "coder": "You write Python. Use the notes below when you answer.",
@@ -250,31 +251,10 @@ def _short(answer: GenerateResult) -> str:
     return escape(text if len(text) <= 70 else text[:69] + "…")
 
 
-STATE_MARKS = {
-    "clean": "█",
-    "sealed_dirty": "▓",
-    "writing": "▓",
-    "loading": "▒",
-    "evicted": "░",
-    "filling": "▄",
-    "stashed": "_",
-}
-
-
 def _show_residency(client: Client, console: Console) -> None:
-    """One mark a page: in RAM, on its way, on disk only."""
-    console.print("\nresidency, one mark a page of 256 tokens:")
-    console.print("█ RAM and disk  ▓ RAM, being written  ▒ loading  ░ disk  ▄ open page  _ open page on disk")
-    for agent in client.residency()["agents"]:
-        for branch in agent["branches"]:
-            marks = ""
-            for segment in branch["segments"]:
-                marks += "".join(STATE_MARKS.get(page["state"], "?") for page in segment["pages"])
-                if segment["tail"] is not None:
-                    marks += STATE_MARKS.get(segment["tail"]["state"], "?")
-            shared = any(page["shared_by"] > 1 for segment in branch["segments"] for page in segment["pages"])
-            name = agent["agent"] if branch["current"] else f"{agent['agent']} (older branch)"
-            console.print(f"  {name:<26} {marks}{'  (shares pages)' if shared else ''}")
+    console.print()
+    for line in residency_lines(client.residency()):
+        console.print(line, markup=False)
 
 
 def _show_table(report: DemoReport, console: Console) -> None:

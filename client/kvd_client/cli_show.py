@@ -49,7 +49,7 @@ def value_text(key: str, value: object) -> str:
         return ", ".join(f"{_label(name)} {value_text(name, one)}" for name, one in value.items() if one is not None)
     if isinstance(value, list | tuple):
         return ", ".join(_items(key, value)) or "none"
-    return str(value)
+    return format_name(str(value)) if key == "kv_format" else str(value)
 
 
 def _number(key: str, value: float) -> str:

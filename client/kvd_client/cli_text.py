@@ -135,8 +135,8 @@ def run_stream(session: Session, begin: Callable[[], GenerateStream], *, no_stre
             if not session.json and not no_stream:
                 for event in stream:
                     if isinstance(event, Text):
+                        shown = event.text or shown  # first: Ctrl-C may come between the two
                         write_text(event.text)
-                        shown = event.text or shown
             result = stream.result
     except (KvdClientError, KeyboardInterrupt):  # their line on stderr must not go on where the text stopped
         _end_line(shown)

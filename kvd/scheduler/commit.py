@@ -1,8 +1,8 @@
 """Durable changes of an agent: records, compaction, deletion of logs and of pages nobody names any more.
 
 Theory of operation. A commit waits for the branch's page writes, appends one record and waits for its fsync. What the
-disk refuses stays in RAM and is part of the next record; nothing durable before it is touched. Three refusals have a
-remedy, each tried once: the log vanished (a new one is begun), the record does not follow from the log (our bug: a
+disk refuses stays in RAM and is part of the next record; nothing durable before it is touched. Some refusals have a
+remedy, each tried once: the log vanished or is damaged (a new one is begun), the record does not follow from the log (our bug: a
 record that says everything does), pages lost their files (resident ones are written again, a branch with others is
 `doubtful` until it has been read).
 
@@ -40,7 +40,7 @@ from kvd.scheduler.generation import compute_tokens
 from kvd.scheduler.store_door import RecordAnswer
 from kvd.scheduler.waiting import Stop, Wait, Waiting, fault_in, never, until_written
 from kvd.store.agent_image import AgentImage
-from kvd.store.errors import LogVanished, PageNotDurable, PageReferenced, RecordInvalid
+from kvd.store.errors import LogDamaged, LogVanished, PageNotDurable, PageReferenced, RecordInvalid
 from kvd.store.records import AgentRecord, PageEntry, RecordKind
 from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import Activated, CopiesLost, Deactivated, LogLost, TurnCommitted
@@ -171,8 +171,6 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
             return Committed(f"page write failed: {core.memory.statistics.last_write_failure}")
         if not _tails_at_hand(core, branch):
             return Committed("the end of its KV is on disk only and must be read before it can be written anew")
-        if agent.ref in core.store.damaged and (why := (yield from _drop_damaged_log(core, agent))) is not None:
-            return Committed(f"its log is damaged and could not be replaced: {why}")
         record = _record(core, agent, branch, kind)
         result = yield from _answer_to(partial(core.store.append_record, record))
         error = result.error
@@ -184,27 +182,6 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         tried.add(type(error))
 
 
-def _drop_damaged_log(core: EngineCore, agent: Agent) -> Generator[Wait, None, str | None]:
-    """Delete a log that a replay would not get through; records that say everything follow. Why not, if it fails.
-
-    What it frees is about what they take, so a full disk does not come between.
-    """
-    result = yield from _answer_to(partial(core.store.delete_log, agent.ref))
-    if result.error is not None:
-        return result.error.message
-    core.store.damaged.discard(agent.ref)
-    core.log("log_rewritten", agent=str(agent.ref))
-    _begin_log_anew(core, agent)
-    return None
-
-
-def _begin_log_anew(core: EngineCore, agent: Agent) -> None:
-    """The agent has no log (any more)."""
-    log_is_gone(agent)
-    for each in agent.branches.values():
-        core.memory.apply(LogLost(each.space))
-
-
 def _page_bytes(core: EngineCore, branch: Branch, record: AgentRecord) -> int:
     """Bytes of the pages that a record is the first to name."""
     sizes = core.page_bytes(branch.space)
@@ -214,10 +191,17 @@ def _page_bytes(core: EngineCore, branch: Branch, record: AgentRecord) -> int:
 def _remedy(core: EngineCore, agent: Agent, branch: Branch, error: KvdError) -> bool:
     """Do what makes another try worth while; False when nothing does."""
     match error:
+        case LogDamaged():
+            # the store begins a new log with a record that stands alone and takes the other branches along
+            core.log("log_rewritten", agent=str(agent.ref), reason=error.message)
+            branch.baseline = Baseline()
+            core.memory.apply(LogLost(branch.space))
         case LogVanished():
             # somebody deleted the log under us; what RAM holds goes into a new one, as records that stand alone
             core.log("log_rebuilt", agent=str(agent.ref), reason=error.message)
-            _begin_log_anew(core, agent)
+            log_is_gone(agent)
+            for each in agent.branches.values():
+                core.memory.apply(LogLost(each.space))
         case RecordInvalid():
             core.log("record_invalid", agent=str(agent.ref), branch=branch.branch_id, reason=error.message)
             branch.baseline = Baseline()
@@ -283,6 +267,11 @@ def _committed(core: EngineCore, agent: Agent, branch: Branch, image: AgentImage
     agent.seq = image.seq
     agent.logged = True
     mark_committed(branch, agent.branches.values())
+    for other in agent.branches.values():
+        if other.logged and not _holds(image, other):
+            # a log was written anew and the end of this branch could not be read: its next record says everything
+            other.baseline = Baseline()
+            core.memory.apply(LogLost(other.space))
     core.memory.apply(TurnCommitted(branch.space))
     core.stats.records_written += 1
     core.sweep_due = True
@@ -291,6 +280,14 @@ def _committed(core: EngineCore, agent: Agent, branch: Branch, image: AgentImage
     dead_bytes = image.dead_bytes_without(frozenset(agent.branches))
     freed_bytes = dead_bytes + agent.dropped_bytes
     agent.compaction_due = freed_bytes >= max(sum(core.page_bytes(branch.space)), image.log_bytes - dead_bytes)
+
+
+def _holds(image: AgentImage, branch: Branch) -> bool:
+    """Whether the log still holds what was logged of the branch."""
+    stored, base = image.branches.get(branch.branch_id), branch.baseline
+    return stored is not None and (
+        len(stored.tokens) >= base.logged_tokens and stored.computed_tokens >= base.logged_computed
+    )
 
 
 def compact(core: EngineCore, agent: Agent) -> Waiting:

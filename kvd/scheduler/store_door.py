@@ -12,7 +12,6 @@ from kvd.errors import KvdError
 from kvd.ids import GroupId, PageId
 from kvd.quant.spec import PageLayout
 from kvd.scheduler.requests import AgentRef
-from kvd.store.errors import LogCorrupt
 from kvd.store.page_file import PageHeader
 from kvd.store.records import AgentRecord
 from kvd.store.swap_ops import (
@@ -63,16 +62,12 @@ class StoreDoor:
     Args:
         swap: the swap thread's queue.
         log: told of facts an operator wants to know.
-
-    Attributes:
-        damaged: agents whose log was found damaged: a replay would stop there, so nothing appended to it is durable.
     """
 
     def __init__(self, swap: SwapQueue, log: Callable[..., None]) -> None:
         self._swap = swap
         self._log = log
         self._taker: PageTaker | None = None
-        self.damaged: set[AgentRef] = set()
         self._tails: dict[tuple[AgentRef, int, int], list[PageId]] = {}
         self._answers: dict[tuple[str, str, int], RecordAnswer] = {}
         self._log_answers: dict[AgentRef, RecordAnswer] = {}
@@ -156,6 +151,4 @@ class StoreDoor:
         page = waiting.pop(0)
         if not waiting:
             del self._tails[key]
-        if isinstance(result.error, LogCorrupt):
-            self.damaged.add(key[0])
         self._taker.tail_read(page, result.payload, result.error)

@@ -49,17 +49,12 @@ VERIFY_EVERY_S: Final = 60.0
 
 @dataclass(slots=True)
 class _Entry:
-    """An agent and its log.
-
-    Attributes:
-        verified_s: when the whole log was last known to be good.
-        damaged: a replay would not get through the log; `image` is what was committed all the same.
-    """
-
     image: AgentImage
     log: AgentLog
     verified_s: float
+    """When the whole log was last known to be good."""
     damaged: bool = False
+    """A replay would not get through the log; `image` is what was committed all the same."""
     unsure: bool = False
     """A compaction failed at its end and nobody could read since which of the two logs is there."""
 
@@ -181,8 +176,8 @@ class LogBook:
     ) -> AgentImage:
         """Begin a damaged log anew: the other branches as they were committed, then a record that stands alone.
 
-        The old log's bytes go to quarantine first, where there is room for them; then the new log takes its place at
-        once: a crash leaves one or the other. A branch whose tail is rotten is cut to its last page border.
+        A copy of the old log goes to quarantine if there is room, then the new log takes its place in one move. A
+        branch whose tail is rotten is cut to its last page border.
         """
         absent = {page.page_id for delta in record.segments for page in delta.new_pages}.difference(durable)
         if absent:
@@ -200,7 +195,7 @@ class LogBook:
             admit(wanted_bytes + entry.image.log_bytes)
             copy = copy_aside(self._fs, path, quarantine)
             self._facts(f"log {path.name} is damaged; a copy of it was put aside as {copy.name}")
-        except (OSError, QuotaExceeded) as error:
+        except (OSError, QuotaExceeded) as error:  # never a reason to fail
             self._facts(f"log {path.name} is damaged; no copy of it was kept: {error}")
         image = self._rewrite(ref, entry, records)
         self.renewed += 1

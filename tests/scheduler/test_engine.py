@@ -510,6 +510,30 @@ def test_a_condition_that_raises_fails_its_request_only(runner: Runner) -> None:
     assert runner.turn("a", text_of(2)).result["durable"]
 
 
+def test_only_the_engine_thread_calls_the_model(runner: Runner) -> None:
+    """P36: requests come from many threads at once; every step of the model runs on the one engine thread."""
+    callers: set[str] = set()
+    step = runner.model.model
+
+    def watched(ids: Any, cache: Any) -> Any:
+        callers.add(threading.current_thread().name)
+        return step(ids, cache)
+
+    runner.model.model = watched  # type: ignore[method-assign]
+    answers: list[Answer] = []
+    threads = [
+        threading.Thread(target=lambda number=number: answers.append(runner.turn(f"agent-{number}", text_of(1))))
+        for number in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert all(answer.result["durable"] for answer in answers)
+    assert len(answers) == len(threads)
+    assert callers == {"kvd-engine"}
+
+
 def test_a_call_returns_or_raises_to_its_caller(runner: Runner) -> None:
     """Look-ups run on the engine thread; their exceptions are the caller's."""
     assert runner.look(lambda core: threading.current_thread().name) == "kvd-engine"
