@@ -130,7 +130,7 @@ def drop_page_cache(folder: Path) -> str:
             fcntl.fcntl(file, getattr(fcntl, "F_NOCACHE", 48), 1)
             while file.read(1 << 20):
                 pass
-    return "F_NOCACHE"
+    return "F_NOCACHE (macOS keeps what it has cached already)"
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -2,9 +2,9 @@
 
 Theory of operation. A commit waits for the branch's page writes, appends one record and waits for its fsync. What the
 disk refuses stays in RAM and is part of the next record; nothing durable before it is touched. Some refusals have a
-remedy, each tried once: the log vanished or is damaged (a new one is begun), the record does not follow from the log (our bug: a
-record that says everything does), pages lost their files (resident ones are written again, a branch with others is
-`doubtful` until it has been read).
+remedy, each tried once: the log vanished or is damaged (a new one is begun), the record does not follow from the log
+(our bug: a record that says everything does), pages lost their files (resident ones are written again, a branch with
+others is `doubtful` until it has been read).
 
 Compaction of a log is no part of a commit: it runs when nothing else does and enough is dead to pay for it.
 
