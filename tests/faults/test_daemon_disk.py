@@ -183,6 +183,28 @@ def test_a_torn_or_rotten_log_ends_at_its_last_good_record(tiny_model_dir: Path,
         assert all(line["lost_bytes"] > 0 for line in troubles)
 
 
+def test_turns_after_a_log_was_found_damaged_survive_a_kill(tiny_model_dir: Path, folder: Path) -> None:
+    """P4, P2: a bit of a swapped out tail flips; the turn that finds out and the ones after it are durable for real."""
+    with Daemon(folder, tiny_model_dir) as daemon:
+        text = build(daemon, "a")
+        daemon.client.evict("a")
+        (log,) = daemon.files("*/agents/*.log")
+        flip(log, -200)
+        for turn in range(3):
+            result = ask(daemon, "a", text)
+            assert result.durable
+            assert ("page lost" in result.match_reason) == (turn == 0)
+            text += QUESTION + result.text
+        tokens = daemon.client.agent_info("a").tokens
+        daemon.kill()
+        daemon.start()
+        assert daemon.client.agent_info("a").tokens == tokens
+        again = daemon.client.generate("a", text, max_tokens=1)
+        assert again.cached_tokens == again.prompt_tokens - 1
+        assert len(daemon.files("*/quarantine/*.log")) == 1
+        assert not [line for line in daemon.log_lines() if line["event"] == "log_trouble"]
+
+
 # ---- files that vanish under a running daemon -----------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.store.disk_usage import catalog_reserve_bytes
+from kvd.store.disk_usage import catalog_reserve_bytes, log_reserve_bytes
 from kvd.store.errors import (
     DiskFault,
     LogVanished,
@@ -312,3 +312,29 @@ def test_pages_dropped_by_a_compaction_that_is_not_durable_yet_are_not_deleted(f
         came_back += 0 in report.agents["default", "ada"].branches
         again.close()
     assert 0 < came_back < 12
+
+
+def test_what_the_catalog_takes_is_not_kept_free_once_more(fs: LossyFileSystem) -> None:
+    """P25: its reserve shrinks as it grows, down to what SQLite's own log may still need; refusals name it."""
+    whole = catalog_reserve_bytes(1 << 30)
+    assert catalog_reserve_bytes(1 << 30, database_bytes=100_000, log_bytes=50_000) == whole - 150_000
+    slack = catalog_reserve_bytes(1 << 30, database_bytes=1 << 29)
+    assert 0 < slack < whole
+    assert catalog_reserve_bytes(1 << 30, database_bytes=1 << 29, log_bytes=slack) == 0
+
+
+def test_pages_leave_room_for_records(fs: LossyFileSystem) -> None:
+    """P25: when pages fill the quota, a record still fits; the figures of a refusal add up."""
+    _, _, store = open_store(fs, quota_bytes=200_000)
+    waiting = good(store, ModelAgent("eve"), 20)
+    agent, error = ModelAgent("ada"), None
+    while error is None:
+        agent, _, sealed = agent.turn(256)
+        error = next((r.error for r in (store.perform(write_op(agent, *each)) for each in sealed) if r.error), None)
+    assert isinstance(error, QuotaExceeded)
+    figures = error.data
+    assert figures["used_bytes"] + figures["reserved_bytes"] + figures["wanted_bytes"] > figures["quota_bytes"]
+    assert figures["reserved_bytes"] >= log_reserve_bytes(200_000)
+    assert str(figures["reserved_bytes"]) in error.message
+    good(store, waiting, 20)
+    store.close()
