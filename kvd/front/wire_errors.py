@@ -25,6 +25,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "download_failed": "model_error",
         "log_corrupt": "storage_error",
         "log_unreadable": "storage_error",
+        "log_damaged": "storage_error",
         "log_vanished": "storage_error",
         "model_corrupt": "model_error",
         "model_not_found": "model_error",
