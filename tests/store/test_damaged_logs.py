@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,21 +18,6 @@ from kvd.store.swap_store import SwapStore
 from kvd.vm.text import Span
 from tests.support.lossy_disk import LossyFileSystem, SimulatedCrash
 from tests.support.store_data import FINGERPRINT, LAYOUTS, ROOT, ModelAgent, header_of, memory_folder, open_store
-
-
-@pytest.fixture
-def fs() -> Iterator[LossyFileSystem]:
-    """An empty disk."""
-    for folder in memory_folder():
-        yield LossyFileSystem(folder / "side")
-
-
-@pytest.fixture
-def store(fs: LossyFileSystem) -> Iterator[SwapStore]:
-    """A store on it."""
-    _, _, made = open_store(fs)
-    yield made
-    made.close()
 
 
 def log_path(name: str = "ada") -> Path:

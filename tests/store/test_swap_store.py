@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,9 +17,7 @@ from kvd.store.errors import (
     PageReferenced,
     RecordInvalid,
 )
-from kvd.store.layout import DataFolder
 from kvd.store.page_file import file_bytes_for
-from kvd.store.records import PageEntry
 from kvd.store.swap_ops import (
     AppendRecordOp,
     CompactLogOp,
@@ -28,68 +25,17 @@ from kvd.store.swap_ops import (
     DeletePageOp,
     ReadPageOp,
     ReadTailOp,
-    SwapOp,
-    SwapResult,
-    WritePageOp,
 )
 from kvd.store.swap_store import SwapStore
 from tests.support.lossy_disk import LossyFileSystem
 from tests.support.store_data import (
     FINGERPRINT,
     LAYOUTS,
-    ROOT,
     ModelAgent,
     header_of,
-    memory_folder,
     open_store,
 )
-
-
-@pytest.fixture
-def fs() -> Iterator[LossyFileSystem]:
-    """An empty disk."""
-    for folder in memory_folder():
-        yield LossyFileSystem(folder / "side")
-
-
-@pytest.fixture
-def store(fs: LossyFileSystem) -> Iterator[SwapStore]:
-    """A store on it."""
-    _, _, made = open_store(fs)
-    yield made
-    made.close()
-
-
-def write_op(agent: ModelAgent, group: int, page: PageEntry) -> WritePageOp:
-    """Write one of the agent's pages."""
-    return WritePageOp(header_of(page, group), LAYOUTS[group], agent.page_bytes(group, page.runs[0].start // 256))
-
-
-def turn(store: SwapStore, agent: ModelAgent, tokens: int) -> tuple[ModelAgent, list[SwapResult]]:
-    """A turn as the engine does it."""
-    after, record, sealed = agent.turn(tokens)
-    ops: list[SwapOp] = [write_op(after, group, page) for group, page in sealed]
-    return after, [store.perform(op) for op in [*ops, AppendRecordOp(record)]]
-
-
-def good(store: SwapStore, agent: ModelAgent, tokens: int) -> ModelAgent:
-    """A turn that must be durable."""
-    after, results = turn(store, agent, tokens)
-    assert [result.error for result in results] == [None] * len(results)
-    return after
-
-
-def names() -> DataFolder:
-    """Paths."""
-    return DataFolder(ROOT, LossyFileSystem(ROOT))
-
-
-def reads(store: SwapStore, agent: ModelAgent) -> None:
-    """All pages and tails of the agent are there, bit for bit."""
-    for group, layout in enumerate(LAYOUTS):
-        for number, page in enumerate(agent.pages[group]):
-            assert store.perform(ReadPageOp(header_of(page, group), layout)).payload == agent.page_bytes(group, number)
-        assert store.perform(ReadTailOp("default", agent.name, 0, group)).payload == agent.tail(group)
+from tests.support.store_turns import good, names, reads, turn, write_op
 
 
 def test_a_turn_is_committed_and_read_back(store: SwapStore) -> None:
