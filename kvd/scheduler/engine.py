@@ -316,7 +316,7 @@ class Engine:
     def _hint(self, request: TurnRequest) -> None:
         """A turn waits: the pages it will go on from can come in meanwhile, if they can be resident at all."""
         assert self._core is not None
-        agent, pager = self._core.agents.find(request.ref), self._core.pager
+        agent, pager = self._core.agents.known(request.ref), self._core.pager
         if agent is None or not pager.fits(pager.working_set_bytes(agent.branch.space)):
             return
         if request.append or request.prompt.data.startswith(bytes(agent.branch.text)):

@@ -9,19 +9,28 @@ from kvd.errors import AgentNotFound
 from kvd.ids import Namespace
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.requests import AgentRef
+from kvd.store.errors import LogUnreadable
+from kvd.store.layout import log_name
 
 
 class AgentRegistry:
     """Agents by reference, and the logical clock of their use.
 
+    An agent whose log could not be read at start is not "new": it has text and pages that a restart may bring back. Its
+    name is refused everywhere instead of being given to somebody else.
+
     Args:
         new_branch: makes an empty branch for a new agent.
+
+    Attributes:
+        unreadable: names of logs that could not be read, as `kvd.store.layout.log_name` makes them.
     """
 
     def __init__(self, new_branch: Callable[[Agent], Branch]) -> None:
         self._new_branch = new_branch
         self._agents: dict[AgentRef, Agent] = {}
         self._tick = 0
+        self.unreadable: frozenset[str] = frozenset()
 
     def tick(self) -> int:
         """A number greater than all before it."""
@@ -34,17 +43,29 @@ class AgentRegistry:
     def __len__(self) -> int:
         return len(self._agents)
 
-    def find(self, ref: AgentRef) -> Agent | None:
-        """The agent, or None."""
+    def known(self, ref: AgentRef) -> Agent | None:
+        """The agent, or None; never raises."""
         return self._agents.get(ref)
+
+    def find(self, ref: AgentRef) -> Agent | None:
+        """The agent, or None.
+
+        Raises:
+            LogUnreadable: it has a log that could not be read at start.
+        """
+        agent = self._agents.get(ref)
+        if agent is None and (name := log_name(ref.namespace, ref.agent)) in self.unreadable:
+            raise LogUnreadable(agent=ref.agent, path=name)
+        return agent
 
     def get(self, ref: AgentRef) -> Agent:
         """The agent.
 
         Raises:
             AgentNotFound: naming it and the agents of its namespace.
+            LogUnreadable: as `find`.
         """
-        agent = self._agents.get(ref)
+        agent = self.find(ref)
         if agent is None:
             raise AgentNotFound(
                 f"no agent {ref.agent!r} in namespace {ref.namespace!r}; `kvd-client agents` lists them",
@@ -54,8 +75,12 @@ class AgentRegistry:
         return agent
 
     def get_or_create(self, ref: AgentRef) -> tuple[Agent, bool]:
-        """The agent, and whether it is new."""
-        agent = self._agents.get(ref)
+        """The agent, and whether it is new.
+
+        Raises:
+            LogUnreadable: as `find`.
+        """
+        agent = self.find(ref)
         if agent is not None:
             return agent, False
         agent = Agent(ref, created_s=time.time())

@@ -31,6 +31,7 @@ def restore_agents(core: EngineCore, report: RecoveryReport) -> list[str]:
         Notices for the operator.
     """
     notices: list[str] = []
+    core.agents.unreadable = report.unreadable
     for header in report.pages.values():
         layout = core.formats.layouts.get((header.group, header.format_id))
         if layout is not None:
@@ -59,7 +60,7 @@ def _agent(core: EngineCore, ref: AgentRef, image: AgentImage, notices: list[str
 
 def _branch(core: EngineCore, ref: AgentRef, branch_id: int, stored: BranchImage, notices: list[str]) -> Branch:
     segments = sorted(stored.segments, key=lambda segment: segment.group)
-    known = all((segment.group, segment.format_id) in core.formats.layouts for segment in segments)
+    known = stored.uniform and all((segment.group, segment.format_id) in core.formats.layouts for segment in segments)
     format_ids = tuple(segment.format_id for segment in segments)
     stale = bool(segments) and stored.numerics != core.numerics
     if not known or stale or len(format_ids) != len(core.formats.default_ids):

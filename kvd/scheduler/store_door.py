@@ -11,6 +11,7 @@ from typing import Protocol
 from kvd.errors import KvdError
 from kvd.ids import GroupId, PageId
 from kvd.quant.spec import PageLayout
+from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.requests import AgentRef
 from kvd.store.page_file import PageHeader
 from kvd.store.records import AgentRecord
@@ -21,6 +22,7 @@ from kvd.store.swap_ops import (
     DeletePageOp,
     ReadPageOp,
     ReadTailOp,
+    SwapBroken,
     SwapOp,
     SwapResult,
     SwapStatistics,
@@ -123,7 +125,11 @@ class StoreDoor:
     # ---- answers back -----------------------------------------------------------------------------------------------
 
     def on_result(self, result: SwapResult) -> None:
-        """Hand one answer to its taker."""
+        """Hand one answer to its taker.
+
+        Raises:
+            EngineBroken: the swap thread ended through a bug; nothing can be durable any more.
+        """
         assert self._taker is not None
         for fact in result.facts:
             self._log("store", fact=fact)
@@ -141,6 +147,9 @@ class StoreDoor:
                     self._log_answers.pop(ref)(result)
             case DeletePageOp(page_id):
                 self._deletions.pop(page_id)(result)
+            case SwapBroken(reason):
+                # every answer that is still awaited will never come
+                raise EngineBroken(f"the swap thread ended: {reason}")
 
     def _tail_came(self, namespace: str, agent: str, branch: int, group: int, result: SwapResult) -> None:
         assert self._taker is not None

@@ -24,13 +24,15 @@ from kvd.scheduler import engine as engine_module
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import EngineBroken
+from kvd.scheduler.messages import StoreAnswer
 from kvd.scheduler.requests import JobRequest, TurnRequest
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.upkeep import MAX_SAVE_WAIT_S
+from kvd.store.errors import LogUnreadable
 from kvd.store.fs import FileHandle, RealFileSystem
-from kvd.store.layout import DataFolder
+from kvd.store.layout import DataFolder, log_name
 from kvd.store.recovery import recover
-from kvd.store.swap_ops import SwapResult
+from kvd.store.swap_ops import SwapBroken, SwapResult
 from kvd.store.swap_thread import SwapThread
 from kvd.vm.errors import IllegalTransition
 from tests.scheduler.fake_model import FakeModel, make_formats, make_spec
@@ -563,6 +565,32 @@ def test_an_engine_that_cannot_go_on_dies_loudly(runner: Runner) -> None:
         runner.look(lambda core: None)
     assert runner.engine.drained.wait(WAIT_S)
     assert [event for event, _ in runner.logged if event == "engine_failed"]
+
+
+def test_a_swap_thread_that_ended_ends_the_engine(runner: Runner) -> None:
+    """Its answers will never come: everybody is told, nobody waits for ever, and the daemon hears of it."""
+    runner.engine._inbox.put(StoreAnswer(SwapResult(SwapBroken("a bug"), InternalError("a bug"), 0.0)))
+    assert runner.told.wait(WAIT_S)
+    assert isinstance(runner.ready[-1], EngineBroken)
+    assert "going down" in runner.turn("a", "one").error.message
+
+
+def test_an_agent_whose_log_could_not_be_read_is_not_given_away(runner: Runner) -> None:
+    """P1, P5: no turn, fork or look-up makes a new agent of a name whose durable text a restart may bring back."""
+    name = log_name("default", "a")
+    runner.look(lambda core: setattr(core.agents, "unreadable", frozenset({name})))
+    gate = Gate(runner.model)
+    running = runner.turn("b", "one")
+    assert gate.entered.wait(WAIT_S)
+    queued = runner.turn("a", "two")
+    fork = runner.job("fork", "b", new_agent="a")
+    gate.go_on.set()
+    assert running.result["durable"]
+    assert isinstance(queued.error, LogUnreadable)
+    assert isinstance(fork.error, LogUnreadable)
+    with pytest.raises(LogUnreadable):
+        runner.look(lambda core: core.agents.get(ref_of("a")))
+    assert runner.turn("c", "three").result["durable"], "everybody else goes on"
 
 
 def test_books_that_do_not_balance_end_the_engine(runner: Runner) -> None:
