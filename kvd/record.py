@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kvd import launcher
 from kvd.cores import available_cores
-from kvd.store.fs import FileSystem
-from kvd.store.side_files import write_small_file
+from kvd.store.fs import FileSystem, RealFileSystem
+from kvd.store.side_files import read_small_file, write_small_file
 
 RECORD_FILE = "engine.json"
 
@@ -39,7 +39,7 @@ class EngineRecord:
 def read_record(data_dir: Path) -> EngineRecord:
     """The record, empty when there is none or it cannot be read."""
     try:
-        raw = json.loads((data_dir / RECORD_FILE).read_text())
+        raw = json.loads(read_small_file(RealFileSystem(), data_dir / RECORD_FILE) or b"{}")
     except (OSError, ValueError):
         return EngineRecord()
     if not isinstance(raw, dict):

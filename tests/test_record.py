@@ -1,5 +1,6 @@
 """`engine.json`: the first start's backend and threads, kept until something real changes them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def test_a_record_survives(tmp_path: Path) -> None:
 def test_a_damaged_record_says_nothing(tmp_path: Path, content: str) -> None:
     """Neither a crash nor a made-up thread count."""
     (tmp_path / RECORD_FILE).write_text(content)
+    assert read_record(tmp_path) == EngineRecord()
+
+
+def test_what_is_no_file_never_blocks_a_start(tmp_path: Path) -> None:
+    """A pipe or a folder in the record's place reads as no record."""
+    os.mkfifo(tmp_path / RECORD_FILE)
+    assert read_record(tmp_path) == EngineRecord()
+    (tmp_path / RECORD_FILE).unlink()
+    (tmp_path / RECORD_FILE).mkdir()
     assert read_record(tmp_path) == EngineRecord()
 
 
