@@ -228,8 +228,10 @@ def _open_regular(path: Path, flags: int) -> int:
             raise NotRegularFile(path) from error
         raise
     mode = os.fstat(handle).st_mode
-    if not stat_bits.S_ISREG(mode) and not stat_bits.S_ISDIR(mode):  # folders have errors of their own
+    if not stat_bits.S_ISREG(mode):
         os.close(handle)
+        if stat_bits.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise NotRegularFile(path)
     return handle
 
