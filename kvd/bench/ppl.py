@@ -168,8 +168,8 @@ def _paged_loss(loaded: Loaded, sequence: SequenceCache, ids: Sequence[int]) -> 
     for start in range(0, len(ids) - 1, CHUNK_TOKENS):
         end = min(start + CHUNK_TOKENS, len(ids) - 1)
         sequence.begin_step(end - start)
-        logits = loaded.model(mx.array([list(ids[start:end])]), cache=sequence.layer_caches)
-        total += chunk_loss(logits, ids[start + 1 : end + 1])
+        hidden = loaded.model.model(mx.array([list(ids[start:end])]), cache=sequence.layer_caches)
+        total += chunk_loss(loaded.model, hidden, ids[start + 1 : end + 1])
         sequence.end_step()
     return total / (len(ids) - 1)
 

@@ -1,7 +1,8 @@
 """Everything from a model's files to a model in memory with exact text handling.
 
 - `spec`: the model-independent boundary, `ModelCacheSpec`.
-- `cache_spec`: builds it from a `config.json`, with the scratch bytes of a step.
+- `families`: which layers of a model cache what, by family, from a `config.json`.
+- `cache_spec`: builds the spec from it, with the scratch bytes of a step.
 - `paths`, `registry`, `sources`: where models live, which are installed, which can be pulled.
 - `pull`, `install`, `progress`: fetch, verify, convert and put in place, whole or not at all.
 - `gguf_file`, `gguf_import`, `gguf_tokenizer`, `weights_file`: from GGUF to safetensors, config and tokenizer.

@@ -10,12 +10,13 @@ from typing import Any, Final
 
 from kvd.errors import InvalidParams
 from kvd.ids import Fingerprint
-from kvd.model.errors import UnsupportedModel
-from kvd.model.spec import LayerSpec, ModelCacheSpec
+from kvd.model.errors import ModelCorrupt, UnsupportedModel
+from kvd.model.families import FAMILIES, Geometry, geometry
+from kvd.model.spec import ModelCacheSpec
 from kvd.quant.spec import group_for
 
-SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` whose layers all attend to all tokens with plain grouped-query attention."""
+SUPPORTED_MODEL_TYPES: Final = tuple(FAMILIES)
+"""Values of `model_type` kvd runs."""
 
 DEFAULT_CONTEXT_TOKENS: Final = 2048
 """Context of a configuration without `max_position_embeddings` (llama's own default)."""
@@ -27,61 +28,49 @@ TILE_TOKENS: Final = 512
 _HEADROOM: Final = 1.25
 
 
-def check_supported(config: Mapping[str, Any]) -> None:
-    """Refuse what kvd cannot run.
+def check_supported(config: Mapping[str, Any]) -> Geometry:
+    """The model's geometry, or a refusal of what kvd cannot run.
 
     Raises:
-        UnsupportedModel: with the reason and the list of supported types.
+        UnsupportedModel: with the reason and the list of what is supported.
+        ModelCorrupt: a figure is missing or no number.
     """
-    known = ", ".join(SUPPORTED_MODEL_TYPES)
-    model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        message = f"model type {model_type!r} is not supported; supported: {known}"
-        raise UnsupportedModel(message, model_type=str(model_type), supported=list(SUPPORTED_MODEL_TYPES))
-    kinds = set(config.get("layer_types") or ["full_attention"]) - {"full_attention"}
-    if kinds or (config.get("use_sliding_window") and config.get("sliding_window")):
-        raise UnsupportedModel(
-            f"layers of kind {', '.join(sorted(kinds)) or 'sliding_attention'} are not supported; supported: full "
-            f"attention in all layers of {known}",
-            model_type=str(model_type),
-        )
-    head_dim = head_width(config)
     try:
-        group_for(head_dim)
-    except InvalidParams:
-        message = f"head width {head_dim} is not supported; supported: multiples of 32"
-        raise UnsupportedModel(message, head_dim=head_dim) from None
+        found = geometry(config)
+        widths = {width for layer in found.layers for width in (layer.k_dim, layer.v_dim)}
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelCorrupt(f"config.json lacks a figure, or it is no number: {error}", figure=str(error)) from None
+    for width in sorted(widths):
+        try:
+            group_for(width)
+        except InvalidParams:
+            message = f"head width {width} is not supported; supported: multiples of 32"
+            raise UnsupportedModel(message, head_dim=width) from None
+    return found
 
 
-def head_width(config: Mapping[str, Any]) -> int:
-    """Width of a head: stated, or hidden size by heads."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def scratch_bytes(config: Mapping[str, Any], *, item_bytes: int, chunk_tokens: int, tile_tokens: int) -> int:
+def scratch_bytes(shape: Geometry, *, item_bytes: int, chunk_tokens: int, tile_tokens: int) -> int:
     """Bytes a prefill step may need beside weights and KV.
 
     Of a chunk of L tokens, at the widest point of a layer, with hidden size H, MLP width I, query heads A, KV heads B,
-    head width d, vocabulary V and a tile of T context tokens:
+    head widths k and v, vocabulary V and a tile of T context tokens:
 
         residual, its norm and the block's output     3 L H
-        queries, keys, values and attention output    L d (2 A + 2 B)
+        queries, keys, values and attention output    L (A + B) (k + v)
         MLP: gate, up, their product                  3 L I
         float32 logits of one row, and a sorted copy  2 V      (4 bytes each, whatever the dtype)
         float32 scores of a tile and their exponents  2 A L T
-        one tile of dequantised keys and values       2 B T d
+        one tile of dequantised keys and values       B T (k + v)
 
     MLP and attention are not alive together, but a lazy graph may keep the former's inputs until its evaluation, so
     they are added. A quarter is added for the allocator's rounding and reuse.
     """
-    hidden, mlp = int(config["hidden_size"]), int(config["intermediate_size"])
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    width = head_width(config)
-    activations = chunk_tokens * (3 * hidden + width * (2 * heads + 2 * kv_heads) + 3 * mlp) * item_bytes
-    logits = 2 * int(config["vocab_size"]) * 4
+    heads = shape.query_heads
+    attention = max((heads + layer.kv_heads) * (layer.k_dim + layer.v_dim) for layer in shape.layers)
+    activations = chunk_tokens * (3 * shape.hidden + attention + 3 * shape.intermediate) * item_bytes
+    logits = 2 * shape.vocab_tokens * 4
     scores = 2 * heads * chunk_tokens * tile_tokens * 4
-    tile = 2 * kv_heads * tile_tokens * width * 4
+    tile = max(layer.kv_heads * tile_tokens * (layer.k_dim + layer.v_dim) for layer in shape.layers) * 4
     return int((activations + logits + scores + tile) * _HEADROOM)
 
 
@@ -97,22 +86,18 @@ def build_cache_spec(
         item_bytes: bytes of one activation.
 
     Raises:
-        UnsupportedModel: see `check_supported`.
+        UnsupportedModel, ModelCorrupt: see `check_supported`.
     """
-    check_supported(config)
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    width = head_width(config)
-    layer = LayerSpec("full", kv_heads, width, width)
+    shape = check_supported(config)
     return ModelCacheSpec(
         model_name=model_name,
         fingerprint=fingerprint,
-        layers=(layer,) * int(config["num_hidden_layers"]),
-        query_heads=heads,
-        context_tokens=int(config.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS),
-        vocab_tokens=int(config["vocab_size"]),
+        layers=shape.layers,
+        query_heads=shape.query_heads,
+        context_tokens=shape.context_tokens or DEFAULT_CONTEXT_TOKENS,
+        vocab_tokens=shape.vocab_tokens,
         scratch_bytes=scratch_bytes(
-            config, item_bytes=item_bytes, chunk_tokens=PREFILL_CHUNK_TOKENS, tile_tokens=TILE_TOKENS
+            shape, item_bytes=item_bytes, chunk_tokens=PREFILL_CHUNK_TOKENS, tile_tokens=TILE_TOKENS
         ),
         chunk_tokens=PREFILL_CHUNK_TOKENS,
     )

@@ -30,6 +30,15 @@ def stated_scratch_bytes(spec: ModelCacheSpec) -> int:
     return spec.scratch_bytes + BUFFER_CACHE_BYTES
 
 
+def project(model: Any, hidden: mx.array) -> mx.array:  # noqa: ANN401  the mlx door
+    """Hidden states mx [1, n, hidden] to logits mx [1, n, vocab]: by the output matrix, or by tied embeddings.
+
+    A model has an `lm_head` exactly when it does not tie; what configurations say of it differs from family to family.
+    """
+    out: mx.array = model.lm_head(hidden) if hasattr(model, "lm_head") else model.model.embed_tokens.as_linear(hidden)
+    return out
+
+
 class Forward:
     """Runs a loaded mlx-lm model. Owner: the engine thread.
 
@@ -63,12 +72,7 @@ class Forward:
         hidden = self._model.model(mx.array([list(ids)], dtype=mx.int32), cache=sequence.layer_caches)
         if not wants_logits:
             return None  # each layer's KV was written when the model handed it over; the rest is never evaluated
-        last = hidden[:, -1:]
-        if getattr(self._model.args, "tie_word_embeddings", False):
-            out = self._model.model.embed_tokens.as_linear(last)
-        else:
-            out = self._model.lm_head(last)
-        out = out.astype(mx.float32)
+        out = project(self._model, hidden[:, -1:]).astype(mx.float32)
         mx.eval(out)
         # a copy: the array's buffer goes back to MLX, and hooks write into the logits
         return np.array(out[0, 0])

@@ -80,6 +80,7 @@ def _load_weights(folder: ModelFolder) -> tuple[Any, str]:
         model, config = load_model(folder.path, lazy=True)
     except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
         raise ModelCorrupt(f"{folder.path} cannot be loaded: {error}", folder=str(folder.path)) from error
+    model = getattr(model, "language_model", model)  # the text part of a multimodal folder
     if mx.default_device().type == mx.DeviceType.cpu:
         if "quantization" in config:
             model = dequantize_model(model)

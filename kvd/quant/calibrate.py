@@ -7,7 +7,7 @@ in FP and then in each format, smallest first, with every key and value sent thr
 attended to. The first format that keeps the perplexity is chosen and stored beside the model
 (`kvd.quant.calibration`).
 
-May import mlx, numpy, this package and, of kvd.model, spec, dispatch, loader, registry and progress.
+May import mlx, numpy, this package and, of kvd.model, spec, dispatch, forward, loader, registry and progress.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from kvd.errors import InvalidParams
 from kvd.model.dispatch import dispatching
+from kvd.model.forward import project
 from kvd.model.progress import Reporter, SilentReporter
 from kvd.model.registry import ModelFolder
 from kvd.model.spec import ModelCacheSpec
@@ -46,6 +47,8 @@ SINK_TOKENS: Final = 8
 """Tokens at the start of a window that do not count for the range of keys."""
 
 CHUNK_TOKENS: Final = 512
+LOSS_LOGIT_BYTES: Final = 100_000_000
+"""Logits that scoring holds at once, in float32."""
 
 
 class TextEncoder(Protocol):
@@ -207,17 +210,34 @@ def window_loss(model: Any, ids: Sequence[int], caches: Any, reporter: Reporter 
     total = 0.0
     for start in range(0, len(ids) - 1, CHUNK_TOKENS):
         end = min(start + CHUNK_TOKENS, len(ids) - 1)
-        total += chunk_loss(model(mx.array([list(ids[start:end])]), cache=caches), ids[start + 1 : end + 1])
+        hidden = model.model(mx.array([list(ids[start:end])]), cache=caches)
+        total += chunk_loss(model, hidden, ids[start + 1 : end + 1])
     if reporter is not None:
         reporter.advance(1)
     return total / (len(ids) - 1)
 
 
-def chunk_loss(logits: mx.array, targets: Sequence[int]) -> float:
-    """Summed negative log-likelihood: logits mx [1, n, vocab], n target ids.
+def chunk_loss(model: Any, hidden: mx.array, targets: Sequence[int]) -> float:  # noqa: ANN401
+    """Summed negative log-likelihood of a chunk.
 
-    The normaliser is computed in numpy, whose vectorised exponential is many times faster than mlx's on CPU.
+    Logits are made for some tokens at a time: a chunk's over a vocabulary of 262,144 would take half a gigabyte. The
+    normaliser is computed in numpy, whose vectorised exponential is many times faster than mlx's on CPU.
+
+    Args:
+        model: an mlx-lm model.
+        hidden: mx [1, n, hidden], what the model's layers made of the chunk.
+        targets: n ids, each the one after the token of its row.
     """
+    vocab_tokens = project(model, hidden[:, :1]).shape[-1]
+    rows = max(1, LOSS_LOGIT_BYTES // (4 * vocab_tokens))
+    return sum(
+        _rows_loss(project(model, hidden[:, at : at + rows]), targets[at : at + rows])
+        for at in range(0, len(targets), rows)
+    )
+
+
+def _rows_loss(logits: mx.array, targets: Sequence[int]) -> float:
+    """Summed negative log-likelihood of n target ids under logits mx [1, n, vocab]."""
     scores = np.array(logits[0].astype(mx.float32))
     top = scores.max(axis=-1)
     picked = scores[np.arange(len(targets)), np.asarray(targets)]

@@ -124,7 +124,12 @@ def test_bfloat16_weights_become_float32_on_the_cpu(tiny_gguf: Path, tmp_path: P
     ("changes", "match"),
     [
         ({"model_type": "mamba2"}, r"'mamba2'.*supported: llama, mistral, qwen2, qwen3"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window of at least one token"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, r"linear_attention.*supported: full_attention, slid"),
+        ({"layer_types": ["full_attention"]}, "names 1 layers"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 6}, "none of full attention"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 2, "layer_types": ["full_attention"] * 2}, "pattern"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 128}, "sliding"),
         ({"head_dim": 40}, "multiples of 32"),
     ],
@@ -175,7 +180,7 @@ def test_scratch_grows_with_chunk_and_tile_as_the_formula_says() -> None:
     """The figure is the documented sum; it holds no `heads x chunk x context` term (P24)."""
 
     def scratch(chunk: int, tile: int) -> int:
-        return scratch_bytes(CONFIG, item_bytes=4, chunk_tokens=chunk, tile_tokens=tile)
+        return scratch_bytes(check_supported(CONFIG), item_bytes=4, chunk_tokens=chunk, tile_tokens=tile)
 
     fixed = 2 * 49152 * 4
     per_token = (3 * 576 + 64 * (18 + 6) + 3 * 1536) * 4
@@ -196,3 +201,37 @@ def test_head_figures_have_their_defaults() -> None:
     assert spec.layers[0].kv_heads == 9
     assert spec.layers[0].k_dim == 64
     check_supported(config)
+
+
+@pytest.mark.parametrize("figure", ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("value", [None, "many", 0])
+def test_a_configuration_without_its_figures_is_corrupt(figure: str, value: object) -> None:
+    """A missing or senseless figure is named instead of surfacing as a KeyError or a division by zero."""
+    config = {key: each for key, each in {**CONFIG, figure: value}.items() if each is not None}
+    with pytest.raises(ModelCorrupt, match=r"config\.json"):
+        check_supported(config)
+
+
+def test_sliding_layers_form_a_group_of_their_own() -> None:
+    """Layers that see a window are told from those that see all tokens, by family; the window is the model's."""
+    kinds = ["sliding_attention", "full_attention"] * 15
+    llama = check_supported({**CONFIG, "layer_types": kinds, "sliding_window": 128})
+    assert [layer.window for layer in llama.layers[:4]] == [128, None, 128, None]
+    gemma = build_cache_spec(
+        {"model_type": "gemma3_text", "num_hidden_layers": 18, "hidden_size": 640, "intermediate_size": 2048},
+        model_name="m",
+        fingerprint=Fingerprint("0" * 32),
+        item_bytes=4,
+    )
+    assert [group.layer.kind for group in gemma.groups] == ["sliding", "full"]
+    assert gemma.groups[1].layer_indices == (5, 11, 17)
+    assert gemma.groups[0].layer.window == 512
+    assert (gemma.groups[0].layer.kv_heads, gemma.groups[0].layer.k_dim, gemma.context_tokens) == (1, 256, 32768)
+
+
+def test_a_multimodal_gemma_is_read_through_its_text_part() -> None:
+    """What the folder nests under `text_config` counts, with mlx-lm's defaults for what it leaves out."""
+    nested = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    shape = check_supported({"model_type": "gemma3", "text_config": nested, "vocab_size": 262_208})
+    assert (shape.query_heads, shape.layers[0].kv_heads, shape.layers[0].window) == (8, 4, 1024)
+    assert (shape.vocab_tokens, len(shape.layers), shape.layers[5].kind) == (262_208, 34, "full")

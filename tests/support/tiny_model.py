@@ -49,7 +49,7 @@ def _byte_letters() -> list[str]:
     return [letters[byte] for byte in range(256)]
 
 
-def _tokenizer(vocab: int | None) -> tuple[dict[str, int], list[list[str]]]:
+def build_tokenizer(vocab: int | None) -> tuple[dict[str, int], list[list[str]]]:
     """Vocabulary and merges: bytes, then each word of `_WORDS_TEXT` (with its space) merged from the left.
 
     Words that begin alike share their first merges, so the merges form a prefix tree and every word ends as one token.
@@ -71,7 +71,10 @@ def _tokenizer(vocab: int | None) -> tuple[dict[str, int], list[list[str]]]:
     return ids, merges
 
 
-def _write_tokenizer(folder: Path, ids: dict[str, int], merges: list[list[str]]) -> None:
+def write_tokenizer(
+    folder: Path, ids: dict[str, int], merges: list[list[str]], *, bos: str = "<|im_start|>", add_bos: bool = False
+) -> None:
+    """`tokenizer.json` and `tokenizer_config.json`, with ChatML; `add_bos`: a text starts with the token `bos`."""
     special = [t for t in ids if t.startswith("<|")]
     added = [
         {
@@ -114,11 +117,11 @@ def _write_tokenizer(folder: Path, ids: dict[str, int], merges: list[list[str]])
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>",
+        "bos_token": bos,
         "eos_token": "<|im_end|>",
         "pad_token": "<|im_end|>",
         "unk_token": "<|endoftext|>",
-        "add_bos_token": False,
+        "add_bos_token": add_bos,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 4096,
         "chat_template": CHAT_TEMPLATE,
@@ -199,7 +202,7 @@ def make_tiny_model(
         raise ValueError("kv_heads must divide heads, and head_dim must be a multiple of 32")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    ids, merges = _tokenizer(vocab)
+    ids, merges = build_tokenizer(vocab)
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -229,5 +232,5 @@ def make_tiny_model(
         intermediate=intermediate,
     )
     save_file(weights, folder / "model.safetensors", metadata={"format": "mlx"})
-    _write_tokenizer(folder, ids, merges)
+    write_tokenizer(folder, ids, merges)
     return folder
