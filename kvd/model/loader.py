@@ -13,6 +13,7 @@ from typing import Any, Final
 from kvd.model.cache_spec import build_cache_spec, check_supported
 from kvd.model.errors import ModelCorrupt
 from kvd.model.fingerprint import fingerprint
+from kvd.model.folder import check_files
 from kvd.model.registry import ModelFolder
 from kvd.model.spec import ModelCacheSpec
 from kvd.model.template import ChatTemplate
@@ -55,6 +56,7 @@ def load(folder: ModelFolder) -> LoadedModel:
     """
     config = folder.config()
     check_supported(config)
+    check_files(folder)
     codec = TextCodec.from_folder(folder.path)
     template = ChatTemplate.from_folder(folder.path, codec)
     model, dtype = _load_weights(folder)

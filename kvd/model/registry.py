@@ -6,61 +6,19 @@ unfinished work and never seen here. May import kvd.errors and this package.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import difflib
+import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
 
-from kvd.model.errors import ModelCorrupt, ModelNotFound
+from kvd.errors import KvdError
+from kvd.model.errors import ModelIncomplete, ModelNotFound
+from kvd.model.folder import MANIFEST, ModelFolder
+from kvd.model.hub import hub_snapshot, is_hub_id
 from kvd.model.paths import model_dir
 from kvd.model.sources import CATALOGUE
 
-MANIFEST: Final = "kvd-model.json"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """A model on disk.
-
-    Attributes:
-        name: what the user calls it (the folder's name when it was given by path).
-        path: the folder.
-    """
-
-    name: str
-    path: Path
-
-    def config(self) -> dict[str, Any]:
-        """`config.json`.
-
-        Raises:
-            ModelCorrupt: missing or not a JSON object.
-        """
-        return _read(self.path / "config.json")
-
-    def manifest(self) -> dict[str, Any]:
-        """`kvd-model.json`; empty for a folder kvd did not make.
-
-        Raises:
-            ModelCorrupt: not a JSON object.
-        """
-        path = self.path / MANIFEST
-        return _read(path) if path.exists() else {}
-
-    def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files in name order, as mlx-lm picks them.
-
-        Raises:
-            ModelCorrupt: there are none.
-        """
-        files = tuple(sorted(self.path.glob("model*.safetensors")))
-        if not files:
-            raise ModelCorrupt(f"{self.path} holds no model*.safetensors file", folder=str(self.path))
-        return files
-
-    def weights_bytes(self) -> int:
-        """Bytes of the weight files."""
-        return sum(file.stat().st_size for file in self.weight_files())
+__all__ = ["MANIFEST", "ModelFolder", "did_you_mean", "installed", "is_name", "not_found", "offer", "resolve"]
 
 
 def installed(directory: str | Path | None = None) -> tuple[ModelFolder, ...]:
@@ -78,47 +36,70 @@ def resolve(name_or_path: str | Path, directory: str | Path | None = None) -> Mo
     Nothing is fetched: a model comes only by `kvd model pull` or by the hub's own tool.
 
     Raises:
-        ModelNotFound: the message lists installed and pullable names.
+        ModelNotFound: the message says what to do and lists installed and pullable names.
+        ModelIncomplete: a folder is there, but it holds no `config.json`.
     """
     text = str(name_or_path)
     for model in installed(directory):
         if model.name == text:
             return model
-    path = Path(text).expanduser()
-    if (path / "config.json").is_file():
+    path = Path(os.path.expanduser(text))
+    if text and os.path.isfile(path / "config.json"):
         return ModelFolder(path.resolve().name, path.resolve())
-    snapshot = _hub_snapshot(text)
+    snapshot = hub_snapshot(text)
     if snapshot is not None:
-        return ModelFolder(text, snapshot)
+        return snapshot
+    raise not_found(text, directory)
+
+
+def not_found(text: str, directory: str | Path | None = None) -> KvdError:
+    """The error for a name or path that is no model here, with what its user should do instead."""
+    # os.path says no where a name is too long, holds a NUL or names an unknown user; Path raises
+    path = Path(os.path.expanduser(text))
+    if path.suffix.lower() == ".gguf":
+        there = "is a GGUF file" if os.path.isfile(path) else "would be a GGUF file, and there is none"
+        return ModelNotFound(f"{text} {there}; `kvd model import FILE` makes a model of one", model=text)
+    place = model_dir(directory) / text
+    if is_name(text) and os.path.isdir(place):
+        again = f"remove it with `kvd model rm {text}`" if (place / MANIFEST).is_file() else "move it away"
+        return ModelIncomplete(
+            f"{place / 'config.json'} is missing, so {text} cannot be loaded; {again}, then install the model again",
+            file=str(place / "config.json"),
+        )
+    if text and os.path.isdir(path) and text not in CATALOGUE:
+        return ModelIncomplete(
+            f"{path / 'config.json'} is missing: {text} is no folder in mlx-lm's layout", file=str(path / "config.json")
+        )
     names = [model.name for model in installed(directory)]
-    raise ModelNotFound(
-        f"no model {text!r}: installed: {', '.join(names) or 'none'}; `kvd model pull` knows: {', '.join(CATALOGUE)}; "
-        "or give the path of an mlx-lm folder",
+    if os.path.isfile(path):
+        what = f"{text} is a file, and a model is a folder in mlx-lm's layout"
+    elif is_hub_id(text):
+        what = f"no model {text!r} here: `kvd model pull {text}` fetches it from the model hub"
+    elif text in CATALOGUE:
+        what = f"no model {text!r} here: `kvd model pull {text}` fetches it"
+    else:
+        what = f"no model {text!r}{did_you_mean(text, [*names, *CATALOGUE])}"
+    return ModelNotFound(
+        f"{what}; {offer(directory)}; or give the path of an mlx-lm folder",
         model=text,
         installed=names,
         pullable=list(CATALOGUE),
     )
 
 
-def _hub_snapshot(model_id: str) -> Path | None:
-    """The local snapshot of a hub id such as `org/name`, if the hub's cache holds a whole model."""
-    if model_id.count("/") != 1 or model_id.startswith((".", "/", "~")):
-        return None
-    from huggingface_hub import snapshot_download  # imported late: it is slow and rarely needed
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        path = Path(snapshot_download(model_id, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-    return path if (path / "config.json").is_file() and any(path.glob("model*.safetensors")) else None
+def is_name(text: str) -> bool:
+    """Whether `text` is one path component that a model's folder may have as its name."""
+    return bool(text) and not text.startswith(".") and Path(text).name == text
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelCorrupt(f"{path} cannot be read: {error}", file=str(path)) from None
-    if not isinstance(value, dict):
-        raise ModelCorrupt(f"{path} does not hold a JSON object", file=str(path))
-    return value
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """` (did you mean X?)` for the name closest to a mistyped one; nothing when none is close."""
+    known = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(text.lower(), known, n=1)
+    return f" (did you mean {known[close[0]]}?)" if close else ""
+
+
+def offer(directory: str | Path | None = None) -> str:
+    """The models that can be had without the hub: those installed, and those of the catalogue."""
+    names = ", ".join(model.name for model in installed(directory))
+    return f"installed: {names or 'none'}; `kvd model pull` knows: {', '.join(CATALOGUE)}"

@@ -33,6 +33,7 @@ import jinja2.sandbox
 
 from kvd.errors import InvalidParams
 from kvd.model.errors import ModelCorrupt, TemplateRefused, UnsupportedFeature
+from kvd.model.folder import read_object
 from kvd.model.tokenizer import TextCodec, token_text, utf8
 from kvd.vm.text import Span, SpanKind, TypedText
 
@@ -133,21 +134,17 @@ class ChatTemplate:
 
         Returns:
             None when the model has none (a base model).
+
+        Raises:
+            ModelCorrupt: a file that should hold it cannot be read, or the template is no valid Jinja.
         """
         path = folder / "tokenizer_config.json"
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        template = settings.get("chat_template")
-        for name in ("chat_template.jinja", "chat_template.json"):
-            if (folder / name).is_file():
-                text = (folder / name).read_text(encoding="utf-8")
-                template = text if name.endswith(".jinja") else json.loads(text).get("chat_template")
-                break
+        settings = read_object(path) if path.is_file() else {}
+        template, tool_source = _stored_template(folder, settings), None
         if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
+            named = {entry["name"]: entry["template"] for entry in template if _is_named(entry)}
             template, tool_source = named.get("default"), named.get("tool_use")
-        else:
-            tool_source = None
-        if not isinstance(template, str):
+        if not isinstance(template, str) or not template.strip():
             return None
         tokens = {name: value for name in _TOKEN_NAMES if (value := token_text(settings.get(name))) is not None}
         return cls(template, codec, tokens=tokens, tool_source=tool_source)
@@ -310,6 +307,23 @@ def _typed(pieces: Sequence[Piece]) -> TypedText:
         else:
             spans.append(Span(kind, len(raw)))
     return TypedText(bytes(data), tuple(spans))
+
+
+def _stored_template(folder: Path, settings: Mapping[str, Any]) -> object:
+    """What a model folder keeps as its template; a file of its own wins over the tokenizer's configuration."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelCorrupt(f"{jinja} cannot be read: {error}", file=str(jinja)) from None
+    alone = folder / "chat_template.json"
+    return read_object(alone).get("chat_template") if alone.is_file() else settings.get("chat_template")
+
+
+def _is_named(entry: object) -> bool:
+    """Whether an entry of a list of templates has a name and a text."""
+    return isinstance(entry, Mapping) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 
 @jinja2.pass_context

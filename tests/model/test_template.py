@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.errors import InvalidParams, InvalidText
+from kvd.errors import CallerError, InvalidParams, InvalidText
+from kvd.ids import RequestId
 from kvd.model.errors import ModelCorrupt, TemplateRefused, UnsupportedFeature
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
+from kvd.scheduler.requests import Reply, TurnRequest
+from kvd.scheduler.service import KvdService
 from kvd.vm.text import TypedText
 from tests.support.tiny_model import CHAT_TEMPLATE, CONTROL_TOKENS
 
@@ -216,6 +222,85 @@ def test_templates_are_found_where_folders_keep_them(tmp_path: Path, tiny_codec:
     loaded = ChatTemplate.from_folder(tmp_path, tiny_codec)
     assert loaded is not None
     assert loaded.source == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("chat_template.json", "[1]"),
+        ("chat_template.json", "\x00"),
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.jinja", "{% for %}"),
+    ],
+)
+def test_a_damaged_template_file_is_a_corrupt_model(
+    tmp_path: Path, tiny_codec: TextCodec, file: str, text: str | bytes
+) -> None:
+    """A file that is cut or holds something else is an error of kvd's, not a model without a template."""
+    (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ModelCorrupt):
+        ChatTemplate.from_folder(tmp_path, tiny_codec)
+
+
+@pytest.mark.parametrize(
+    "stored", [None, "", "  \n", 3, [], [{"name": "tool_use", "template": "x"}], [{"name": "default"}, 3]]
+)
+def test_a_model_without_a_usable_template_has_none(tmp_path: Path, tiny_codec: TextCodec, stored: object) -> None:
+    """Absent, empty or unnamed: chat is refused later, and nothing is rendered as nothing."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
+    assert ChatTemplate.from_folder(tmp_path, tiny_codec) is None
+
+
+class FakeEngine:
+    """Takes requests as the engine does and answers each at once."""
+
+    def __init__(self) -> None:
+        self.requests: list[TurnRequest] = []
+
+    def new_request_id(self) -> RequestId:
+        """Always the same."""
+        return RequestId("r1")
+
+    def submit(self, request: TurnRequest, reply: Reply) -> None:
+        """Answer with the text that was asked to be computed."""
+        self.requests.append(request)
+        reply({"text": request.prompt.data.decode(), "finish_reason": "stop", "prompt_tokens": 1}, None)
+
+    def cancel(self, request: RequestId) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(
+    ("method", "words"), [("chat", {"max_tokens": 1}), ("inject", {})], ids=["chat", "inject messages"]
+)
+def test_chat_without_a_template_is_refused_and_generate_works(
+    tiny_codec: TextCodec, method: str, words: dict[str, object]
+) -> None:
+    """A base model has no template: messages are refused with what can be done instead, plain text is taken.
+
+    Nothing of a refused call reaches the engine, so no agent is made or changed by it.
+    """
+    peer = SimpleNamespace(connection=1, pid=1)
+    context: Any = SimpleNamespace(peer=peer, emit=lambda event: None, on_cancel=lambda callback: None)
+
+    async def talk() -> tuple[CallerError, object, int]:
+        engine = FakeEngine()
+        service = KvdService(cast("Any", engine), facts={}, request_shutdown=lambda: None)
+        service.set_ready(tiny_codec, None)
+        messages = [{"role": "user", "content": "Hi"}]
+        with pytest.raises(CallerError) as caught:
+            await service.call(method, {"agent": "a", "messages": messages, **words}, context)
+        refused = len(engine.requests)
+        return caught.value, await service.call("generate", {"agent": "a", "text": "Hi"}, context), refused
+
+    error, answer, refused = asyncio.run(talk())
+    assert error.name == "unsupported"
+    assert "no chat template" in error.message
+    assert "generate" in error.message
+    assert cast("Mapping[str, object]", answer)["text"] == "Hi"
+    assert refused == 0
 
 
 def test_jinja_extensions_of_published_templates_work(tiny_codec: TextCodec) -> None:
