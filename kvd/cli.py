@@ -13,6 +13,7 @@ import click
 
 from kvd import __version__
 from kvd.bench.cli import bench
+from kvd.cli_doctor import doctor
 from kvd.cli_model import model
 from kvd.config import (
     ATTENTION,
@@ -328,6 +329,7 @@ def fail(error: KvdError, *, as_json: bool = False) -> None:
     sys.exit(2 if error.name in ("invalid_params", "config_error") else 1)
 
 
+main.add_command(doctor)
 main.add_command(model)
 main.add_command(bench)
 

@@ -68,11 +68,14 @@ LAYERS = {
     "kvd.store": Row("kvd.ids kvd.errors kvd.vm.text kvd.quant.spec", "msgpack safetensors xxhash"),
     "kvd.store.frame_pool": Row("kvd.ids kvd.errors kvd.quant", "numpy"),
     "kvd.quant": Row("kvd.ids kvd.errors", "mlx numpy safetensors"),
+    "kvd.quant.native_codec": Row("kvd.native kvd.quant", "numpy"),
     # Calibration runs a model; it is the one place where quant looks up to kvd.model.
     "kvd.quant.calibration": Row("kvd.errors kvd.ids kvd.quant kvd.model.spec", "numpy safetensors"),
     "kvd.quant.calibrate": Row("kvd.errors kvd.ids kvd.quant kvd.model", "mlx numpy"),
     "kvd.quant.spec": Row("kvd.ids kvd.errors", pure=True),
-    "kvd.attention": Row("kvd.ids kvd.errors kvd.quant kvd.store.frame_pool", "mlx numpy"),
+    # Machine code for CPUs; knows numbers and addresses, nothing of pages.
+    "kvd.native": Row("kvd.errors kvd.launcher", "llvmlite numpy platformdirs"),
+    "kvd.attention": Row("kvd.ids kvd.errors kvd.native kvd.quant kvd.store.frame_pool", "mlx numpy"),
     # The only door to mlx_lm.
     "kvd.model": Row(
         "kvd.ids kvd.errors kvd.quant kvd.vm.text kvd.attention kvd.store.frame_pool",
@@ -97,6 +100,9 @@ LAYERS = {
     "kvd.demo": Row("kvd kvd_client", "click rich"),
     "kvd.cli": Row("kvd kvd_client", "click rich platformdirs"),
     "kvd.cli_model": Row("kvd kvd_client", "click rich"),
+    "kvd.cli_doctor": Row("kvd kvd_client", "click rich"),
+    # Examines everything, so it may look at everything.
+    "kvd.doctor": Row("kvd kvd_client", "mlx rich"),
     "kvd.assembly": Row("kvd kvd_client"),
     "kvd.record": Row("kvd.launcher kvd.cores kvd.store.fs kvd.store.side_files"),
     "kvd.formats": Row("kvd kvd_client"),

@@ -17,6 +17,7 @@ On disk, bytes in and bytes out, no arrays; in the order of dependence:
 - `catalog`, `catalog_keeper`: the SQLite catalog, which is derived state; import page_file.
 - `recovery_report`, `recovery`: from a folder in any state to agents; import all of the above.
 - `disk_usage`, `log_tails`, `log_book`: the quota over every byte, tails read from logs, all logs; import the above.
+- `verify`: whether a file is what was written, for `kvd doctor`; imports page_file, agent_image.
 - `swap_ops`, `swap_store`, `swap_thread`: operations as data, their execution, and the thread around it.
 
 Nothing here imports vm (but `vm.text`), attention, model, scheduler or front. `frame_pool` is imported by its own name,

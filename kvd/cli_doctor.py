@@ -1,0 +1,110 @@
+"""`kvd doctor`, mounted under `kvd` by `kvd.cli`. What is heavy is imported inside, so that `--help` is quick.
+
+May import kvd.doctor, kvd.model.paths, kvd.ops.sizes, kvd_client.paths.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from kvd.config import DEFAULT_MODEL, DEFAULT_QUOTA_BYTES
+from kvd.errors import KvdError
+from kvd.ops.sizes import parse_size
+from kvd_client.paths import default_data_dir, default_socket
+
+
+def _quota(context: click.Context, parameter: click.Parameter, value: str | None) -> int:
+    """The quota in bytes."""
+    try:
+        return DEFAULT_QUOTA_BYTES if value is None else parse_size(value, what="quota")
+    except KvdError as error:
+        raise click.BadParameter(error.message) from None
+
+
+@click.command()
+@click.option("--data-dir", envvar="KVD_DATA_DIR", type=click.Path(path_type=Path), help="Data folder to examine.")
+@click.option("--socket", envvar="KVD_SOCKET", type=click.Path(path_type=Path), help="The daemon's Unix socket.")
+@click.option(
+    "--model",
+    "model_name",
+    envvar="KVD_MODEL",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="Model that kvd serve would run: an installed name, or a folder in mlx-lm's layout.",
+)
+@click.option(
+    "--model-dir",
+    envvar="KVD_MODEL_DIR",
+    type=click.Path(path_type=Path),
+    help="Folder of installed models [default: kvd-models in the user's data folder].",
+)
+@click.option(
+    "--quota", metavar="SIZE", envvar="KVD_QUOTA", callback=_quota, show_default="100GB", help="Disk for everything."
+)
+@click.option("--deep", is_flag=True, help="Verify the checksum of every page file and log record.")
+@click.option("--repair", is_flag=True, help="Heal what can be healed; no daemon may run.")
+@click.option("--rebuild", is_flag=True, help="Repair, and make the catalog anew from logs and page headers.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
+def doctor(
+    data_dir: Path | None,
+    socket: Path | None,
+    model_name: str,
+    model_dir: Path | None,
+    quota: int,
+    deep: bool,
+    repair: bool,
+    rebuild: bool,
+    as_json: bool,
+) -> None:
+    """Examine machine, model, data folder and daemon. Exits 1 when there is a problem.
+
+    Each check says ok, notice or problem, and what to do. Without --repair or --rebuild nothing on disk changes.
+
+    Example: kvd doctor --deep --data-dir ~/kvd
+    """
+    try:
+        from rich.console import Console
+
+        from kvd.doctor import Options, examine, render
+        from kvd.model.paths import model_dir as models
+        from kvd.model.progress import SilentReporter, reporter_for
+    except ImportError as error:
+        _not_installed(error, as_json=as_json)
+        return
+    data = (Path(data_dir) if data_dir else default_data_dir()).expanduser().resolve()
+    options = Options(
+        data_dir=data,
+        socket=Path(socket).expanduser().absolute() if socket else default_socket(data_dir),
+        model_dir=models(model_dir),
+        model=model_name,
+        quota_bytes=quota,
+        deep=deep,
+    )
+    reporter = reporter_for(sys.stderr) if deep else SilentReporter()
+    try:
+        report = examine(options, repairing=repair, rebuild=rebuild, reporter=reporter)
+    finally:
+        reporter.close()
+    if as_json:
+        click.echo(json.dumps(report.as_json()))
+    else:
+        render(report, Console(highlight=False, soft_wrap=True))
+    sys.exit(1 if report.problems else 0)
+
+
+def _not_installed(error: ImportError, *, as_json: bool) -> None:
+    """What can still be said when a package that kvd is built on cannot be imported."""
+    text, remedy = f"kvd is not installed whole: {error}", "install it again: pip install . in kvd's sources"
+    if as_json:
+        check = {"name": "versions", "status": "problem", "facts": {}, "text": text, "remedy": remedy}
+        click.echo(json.dumps({"checks": [check], "problems": 1, "notices": 0, "repaired": []}))
+    else:
+        click.echo(f"problem versions  {text}\n        → {remedy}")
+    sys.exit(1)
+
+
+__all__ = ["doctor"]

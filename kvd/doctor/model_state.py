@@ -1,0 +1,178 @@
+"""A model's geometry and page formats without its weights: from headers, configuration and calibration.
+
+The fingerprint is that of `kvd.model.loader.load`. It is computed over a folder of links, so that the digests it
+remembers are not written beside the user's model: a look changes nothing. Imports kvd.model, kvd.formats, kvd.quant.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from kvd.model.cache_spec import build_cache_spec, check_supported
+from kvd.model.errors import ModelCorrupt
+from kvd.model.fingerprint import CACHE_FILE, fingerprint
+from kvd.model.registry import ModelFolder, installed, resolve
+from kvd.model.spec import ModelCacheSpec
+from kvd.quant.calibration import CALIBRATION_FILE, load_calibration
+from kvd.quant.spec import PageLayout
+
+if TYPE_CHECKING:
+    from kvd.formats import FormatChoice
+    from kvd.model.loader import LoadedModel
+
+_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAX_HEADER_BYTES: Final = 1 << 28
+
+Layouts = Callable[[int, str], PageLayout | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """What `kvd serve` would find.
+
+    Attributes:
+        folder: the model's folder.
+        spec: geometry, with the fingerprint.
+        formats: page formats, as the daemon would choose them.
+        dtype: dtype of activations on this device.
+        calibrated: whether a calibration of this very model is there.
+        tensors: in the weight files.
+        weights_bytes: of the weight files.
+        hashed_bytes: read to compute the fingerprint; 0 when its digests were remembered.
+    """
+
+    folder: ModelFolder
+    spec: ModelCacheSpec
+    formats: FormatChoice
+    dtype: str
+    calibrated: bool
+    tensors: int
+    weights_bytes: int
+    hashed_bytes: int
+
+    def layout(self, group: int, format_id: str) -> PageLayout | None:
+        """The layout of pages in a format, None when it is unknown."""
+        return self.formats.book.layouts.get((group, format_id))
+
+
+def model_state(name: str, model_dir: Path, conditioning_dir: Path) -> ModelState:
+    """Look at a model.
+
+    Args:
+        name: installed name, path or hub id.
+        model_dir: folder of installed models.
+        conditioning_dir: constants in the data folder; read only.
+
+    Raises:
+        KvdError: there is none, it is not whole, or kvd cannot run it.
+    """
+    import mlx.core as mx
+
+    from kvd.formats import choose_formats
+
+    folder = resolve(name, model_dir)
+    config = folder.config()
+    check_supported(config)
+    headers = [weights_header(path) for path in folder.weight_files()]
+    _check_whole(folder, headers)
+    dtype = "float32" if mx.default_device().type == mx.DeviceType.cpu else _stored_dtype(headers)
+    found = _fingerprint_aside(folder, dtype)
+    spec = build_cache_spec(
+        config, model_name=folder.name, fingerprint=found.fingerprint, item_bytes=_ITEM_BYTES[dtype]
+    )
+    loaded = cast("LoadedModel", SimpleNamespace(spec=spec, folder=folder))  # all that a choice of formats looks at
+    return ModelState(
+        folder=folder,
+        spec=spec,
+        formats=choose_formats(loaded, "auto", conditioning_dir, _write_nothing),
+        dtype=dtype,
+        calibrated=load_calibration(folder.path, spec.fingerprint) is not None,
+        tensors=sum(len(header) - ("__metadata__" in header) for header in headers),
+        weights_bytes=folder.weights_bytes(),
+        hashed_bytes=found.hashed_bytes,
+    )
+
+
+def weights_header(path: Path) -> dict[str, Any]:
+    """A safetensors file's header, after checking that the file is as long as the header says.
+
+    Raises:
+        ModelCorrupt: it is not.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            expected_bytes = 8 + length + max(ends, default=0)
+            found_bytes = path.stat().st_size
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelCorrupt(f"{path} is no safetensors file: {error}", file=str(path)) from None
+    if found_bytes != expected_bytes:
+        raise ModelCorrupt(f"{path} has {found_bytes} of {expected_bytes} bytes", file=str(path))
+    return dict(header)
+
+
+def names_by_fingerprint(model_dir: Path) -> dict[str, str]:
+    """Which installed model a fingerprint is of, as far as calibrations tell; good enough for a message only."""
+    names: dict[str, str] = {}
+    for model in installed(model_dir):
+        try:
+            record = json.loads((model.path / CALIBRATION_FILE).read_text(encoding="utf-8"))
+            names[str(record["fingerprint"])] = model.name
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return names
+
+
+def _check_whole(folder: ModelFolder, headers: list[dict[str, Any]]) -> None:
+    """Every tensor that an index names is in a file, and a tokenizer is there."""
+    index = folder.path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelCorrupt(f"{index} cannot be read: {error}", file=str(index)) from None
+        absent = wanted - {name for header in headers for name in header}
+        if absent:
+            raise ModelCorrupt(
+                f"{len(absent)} of {len(wanted)} tensors of {folder.path} are missing", folder=str(folder.path)
+            )
+    if not (folder.path / "tokenizer.json").is_file():
+        raise ModelCorrupt(f"{folder.path} has no tokenizer.json", folder=str(folder.path))
+
+
+def _stored_dtype(headers: list[dict[str, Any]]) -> str:
+    """Dtype of the last norm, which is what a loaded model computes in where weights stay as stored."""
+    for header in headers:
+        for name, entry in header.items():
+            if name.endswith("model.norm.weight"):
+                return _DTYPES.get(entry["dtype"], "float32")
+    return "float32"
+
+
+def _fingerprint_aside(folder: ModelFolder, dtype: str) -> Any:  # noqa: ANN401  a FingerprintReport
+    with tempfile.TemporaryDirectory(prefix="kvd-doctor-") as temporary:
+        aside = Path(temporary)
+        for path in folder.path.iterdir():
+            if path.name == CACHE_FILE:
+                (aside / path.name).write_bytes(path.read_bytes())
+            elif path.is_file():
+                (aside / path.name).symlink_to(path.resolve())
+        return fingerprint(ModelFolder(folder.name, aside), compute_dtype=dtype)
+
+
+def _write_nothing(path: Path, data: bytes) -> None:
+    """A look writes nothing."""
+
+
+__all__ = ["Layouts", "ModelState", "model_state", "names_by_fingerprint", "weights_header"]
