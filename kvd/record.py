@@ -40,7 +40,7 @@ def read_record(data_dir: Path) -> EngineRecord:
     """The record, empty when there is none or it cannot be read."""
     try:
         raw = json.loads(read_small_file(RealFileSystem(), data_dir / RECORD_FILE) or b"{}")
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return EngineRecord()
     if not isinstance(raw, dict):
         return EngineRecord()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from kvd_client.errors import RemoteError, local_error, remote_error
 from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics, build
@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
         logit_bias: token id (as a string) -> number added to its logit ({}).
         stop: strings that end the text and are not part of it ([]).
         stream: False: of the stream only the first-token event (True).
+        on_context_full: when prompt and `max_tokens` exceed the model's context: refuse ("error"), or "stop" there.
     """
 
     max_tokens: int
@@ -47,6 +48,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[str, float]
     stop: Sequence[str] | str
     stream: bool
+    on_context_full: Literal["error", "stop"]
 
 
 class ChatOptions(Options, total=False):

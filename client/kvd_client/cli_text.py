@@ -39,6 +39,7 @@ END_FIELDS = (
     "ttft_s",
     "durable",
     "agent",
+    "context_full",
 )
 """What `generate --json` and `chat --json` print, in this order."""
 
@@ -54,6 +55,12 @@ def sampling_options(command: F) -> F:
         click.option("--top-k", type=click.IntRange(0), help="Keep the most likely tokens; 0 keeps all."),
         click.option("--top-p", type=click.FloatRange(0, 1), help="Nucleus sampling [default: 1, off]."),
         click.option("--temperature", type=click.FloatRange(0), help="0 is greedy [default: 0]."),
+        click.option(
+            "--on-context-full",
+            type=click.Choice(["error", "stop"]),
+            help="What to do when the model's context has no room for --max-tokens: refuse, or end there "
+            "[default: error].",
+        ),
         click.option("--max-tokens", type=click.IntRange(0), help="Most new tokens [default: 256]."),
     )
     for option in options:
@@ -162,8 +169,9 @@ def summary(result: GenerateResult) -> str:
     ttft = "" if result.ttft_s is None else f", first token after {result.ttft_s:.3f} s"
     match = f"{result.match} ({result.match_reason})" if result.match_reason else result.match
     durable = "durable" if result.durable else f"NOT durable ({result.durable_reason or 'no reason given'})"
+    finish = f"{result.finish_reason} (context full)" if result.context_full else result.finish_reason
     return (
-        f"[{result.agent}: {result.completion_tokens} tokens, {result.finish_reason}; prompt {result.prompt_tokens} "
+        f"[{result.agent}: {result.completion_tokens} tokens, {finish}; prompt {result.prompt_tokens} "
         f"tokens, {result.cached_tokens} reused, match {match}{ttft}; {durable}]"
     )
 

@@ -40,6 +40,7 @@ class GenerateResult:
         durable: the turn survives a crash.
         durable_reason: why it does not.
         agent: whose turn it was.
+        context_full: the model's context ended the text before `max_tokens` did (with `on_context_full` `stop`).
         server: every other field the daemon sent.
     """
 
@@ -54,6 +55,7 @@ class GenerateResult:
     durable: bool = False
     durable_reason: str = ""
     agent: str = ""
+    context_full: bool = False
     server: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -78,6 +78,7 @@ class RpcServer:
         self.limits = limits or FrontLimits()
         self.log: Log = logger if logger is not None else structlog.get_logger("kvd.front")
         self.is_closing = False
+        self.held_bytes = 0
         self._path = None if socket_path is None else Path(socket_path)
         self._inherited = sock
         self._on_connections_changed = on_connections_changed

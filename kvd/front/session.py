@@ -55,6 +55,8 @@ class Host(Protocol):
     limits: FrontLimits
     log: Log
     is_closing: bool
+    held_bytes: int
+    """Of all sessions; each adds and takes off its own."""
 
     def admit(self, session: Session, connection: socket.socket) -> PeerInfo:
         """Register a session. Raises PeerRefused or Busy."""
@@ -69,9 +71,10 @@ class Host(Protocol):
 class Call:
     """One call in flight; the `CallContext` of the service. Owner: its session."""
 
-    def __init__(self, session: Session, request: RequestReceived) -> None:
+    def __init__(self, session: Session, request: RequestReceived, request_bytes: int) -> None:
         self._session = session
         self.request = request
+        self.request_bytes = request_bytes
         self.task: asyncio.Task[None] | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._cancelled = False
@@ -125,6 +128,8 @@ class Session(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._paused = False
         self._is_ending = False
+        self._unfinished_bytes = 0
+        self._held_bytes = 0
         self._linger: asyncio.TimerHandle | None = None
         self.calls: dict[int, Call] = {}
         self.peer = PeerInfo(connection=0, pid=None, uid=-1)
@@ -150,10 +155,17 @@ class Session(asyncio.Protocol):
             return
         self._wire.feed(data)
         try:
+            buffered_bytes = self._wire.buffered_bytes
             while (event := self._wire.next_event()) is not None:
-                self._handle(event)
+                message_bytes, buffered_bytes = buffered_bytes - self._wire.buffered_bytes, self._wire.buffered_bytes
+                self._handle(event, message_bytes)
         except ProtocolError as error:
             self._violated(error)
+            return
+        self._hold(self._wire.buffered_bytes - self._unfinished_bytes)
+        self._unfinished_bytes = self._wire.buffered_bytes
+        if self._unfinished_bytes and self._holds_too_much(0):
+            self.end(to_error_object(self._held_error()))
 
     def eof_received(self) -> bool:
         """The peer is gone or will send no more, which is the same: its calls are cancelled and the socket closed."""
@@ -171,6 +183,8 @@ class Session(asyncio.Protocol):
         if self._linger is not None:
             self._linger.cancel()
         self._outbox.clear()
+        self._hold(-self._unfinished_bytes)
+        self._unfinished_bytes = 0
         self._cancel_all()
         self._host.left(self)
 
@@ -191,11 +205,11 @@ class Session(asyncio.Protocol):
 
     # ---- requests ----
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event, message_bytes: int) -> None:
         if self._is_ending:  # an earlier message of the same bytes ended the connection
             return
         if isinstance(event, RequestReceived):
-            self._begin(event)
+            self._begin(event, message_bytes)
         elif isinstance(event, RequestRefused):
             self._respond(event.request_id, event.error)
         elif isinstance(event, CancelReceived):
@@ -204,7 +218,7 @@ class Session(asyncio.Protocol):
                 call.cancel()
         # Other notifications are for later versions: ignored, as the protocol says.
 
-    def _begin(self, request: RequestReceived) -> None:
+    def _begin(self, request: RequestReceived, request_bytes: int) -> None:
         if self._host.is_closing:
             self._respond(request.request_id, to_error_object(Draining("the daemon is going down")))
         elif len(self.calls) >= self._limits.max_calls:
@@ -214,9 +228,12 @@ class Session(asyncio.Protocol):
                 max_calls=self._limits.max_calls,
             )
             self._respond(request.request_id, to_error_object(busy))
+        elif self._holds_too_much(request_bytes):
+            self._respond(request.request_id, to_error_object(self._held_error()))
         else:
             self._host.count("calls")
-            call = Call(self, request)
+            self._hold(request_bytes)
+            call = Call(self, request, request_bytes)
             self.calls[request.request_id] = call
             call.task = asyncio.get_running_loop().create_task(self._serve(call))
 
@@ -236,6 +253,7 @@ class Session(asyncio.Protocol):
             self.log.error("call_failed", method=method, connection=self.peer.connection, exc_info=True)
             answer = ErrorObject.of("internal", f"the daemon failed in `{method}`; its log has the details")
         call.is_done = True
+        self._hold(-call.request_bytes)
         del self.calls[call.request.request_id]
         self._respond(call.request.request_id, answer)
         self.log.debug(
@@ -266,6 +284,24 @@ class Session(asyncio.Protocol):
             else:
                 return
         self._write(self._wire.send_error(request_id, answer))
+
+    # ---- what it holds ----
+
+    def _hold(self, more_bytes: int) -> None:
+        self._held_bytes += more_bytes
+        self._host.held_bytes += more_bytes
+
+    def _holds_too_much(self, more_bytes: int) -> bool:
+        is_full = self._host.held_bytes + more_bytes > self._limits.max_held_bytes
+        return is_full and self._held_bytes + more_bytes > self._limits.free_held_bytes
+
+    def _held_error(self) -> Busy:
+        return Busy(
+            f"requests of {self._host.held_bytes} bytes are under way, of {self._limits.max_held_bytes} at most",
+            retry_after_s=self._limits.busy_retry_after_s,
+            held_bytes=self._host.held_bytes,
+            max_held_bytes=self._limits.max_held_bytes,
+        )
 
     # ---- writing ----
 

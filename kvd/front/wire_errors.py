@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "log_vanished": "storage_error",
         "model_corrupt": "model_error",
         "model_not_found": "model_error",
+        "not_deleted": "storage_error",
         "page_corrupt": "storage_error",
         "page_missing": "storage_error",
         "quota_exceeded": "storage_error",

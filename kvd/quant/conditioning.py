@@ -211,6 +211,10 @@ def load_conditioning(path: Path, digest: str | None = None) -> Conditioning:
         ConditioningDamaged: no such file, unreadable, or its constants have another digest.
     """
     expected = digest if digest is not None else path.stem
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        raise ConditioningDamaged(
+            f"cannot read conditioning constants {path.name}: not a regular file", digest=expected
+        )
     try:
         tensors = safetensors.numpy.load(path.read_bytes())
         constants = Conditioning(tensors["centre"], tensors["scale"])

@@ -1,6 +1,6 @@
-"""What can never run is refused before anything changes: the budget, with what pinned agents hold taken off.
+"""What can never run is refused before anything changes: it exceeds the model's context, or the budget without pins.
 
-May import kvd.errors, kvd.ids and siblings.
+May import kvd.errors, kvd.ids, kvd.vm and siblings.
 """
 
 from __future__ import annotations
@@ -8,13 +8,69 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvd.errors import BudgetExceeded
+from kvd.errors import BudgetExceeded, ContextFull
 from kvd.ids import PageId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent, Branch
+from kvd.scheduler.requests import TurnRequest
+from kvd.vm.prefix import character_border
+from kvd.vm.text import TypedText, cut_spans
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
+
+
+FIRST_LOOK_BYTES_PER_TOKEN = 16
+"""Text of more than so many bytes for each token of the context is encoded piecemeal; ordinary text has about 4."""
+
+SURE_TIMES = 2
+"""A piece has to have so many times the tokens there is room for: where it ends it may encode otherwise than the
+whole text does."""
+
+
+def new_tokens(core: EngineCore, request: TurnRequest, prompt_tokens: int) -> int:
+    """New tokens a turn may make: those asked for, or, if the request wants that, those the context has room for.
+
+    Raises:
+        ContextFull: with the figures; nothing changed. A prompt that alone exceeds the context is always refused.
+    """
+    room = core.spec.context_tokens - prompt_tokens
+    if request.max_tokens <= room:
+        return request.max_tokens
+    if room < 0 or request.on_context_full == "error":
+        raise context_full(core, prompt_tokens, request.max_tokens)
+    return room
+
+
+def refuse_long_text(core: EngineCore, text: TypedText, kept_tokens: int, max_tokens: int) -> None:
+    """Refuse a text of far too many tokens by its beginning: encoding takes time from everybody.
+
+    Raises:
+        ContextFull: with a lower bound of the prompt's tokens (`at_least`); nothing changed.
+    """
+    limit = core.spec.context_tokens
+    piece_bytes = FIRST_LOOK_BYTES_PER_TOKEN * limit
+    while piece_bytes < len(text.data):
+        end = character_border(text.data, piece_bytes)
+        piece = TypedText(text.data[:end], tuple(cut_spans(text.spans, end)))
+        tokens = kept_tokens + len(core.encode(piece, at_start=kept_tokens == 0)[0])
+        if tokens > SURE_TIMES * limit:
+            raise context_full(core, tokens, max_tokens, at_least=True)
+        piece_bytes *= 4
+
+
+def context_full(core: EngineCore, prompt_tokens: int, max_tokens: int, *, at_least: bool = False) -> ContextFull:
+    """The error that names all figures."""
+    limit = core.spec.context_tokens
+    many = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
+    advice = "" if prompt_tokens > limit else "; lower max_tokens, or send on_context_full: stop"
+    return ContextFull(
+        f"{many} prompt tokens and {max_tokens} new ones exceed the model's context of {limit}{advice}",
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        context_tokens=limit,
+        **({"at_least": True} if at_least else {}),
+    )
 
 
 def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: int) -> None:

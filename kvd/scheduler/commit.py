@@ -133,10 +133,11 @@ def delete_agent(core: EngineCore, agent: Agent) -> Generator[Wait, None, str | 
     Returns:
         Why it failed; None when the agent is gone.
     """
-    if agent.logged:
-        result = yield from _answer_to(lambda take: core.store.delete_log(agent.ref, take))
-        if result.error is not None:
-            return result.error.message
+    # also when nothing was ever logged: a first record that the disk refused may be there all the same
+    result = yield from _answer_to(lambda take: core.store.delete_log(agent.ref, take))
+    if result.error is not None:
+        agent.refused = result.error.message  # its log may be gone or not: a retry writes what RAM holds
+        return result.error.message
     core.discard_agent(agent)
     core.sweep_due = True
     sweep(core)

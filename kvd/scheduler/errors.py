@@ -4,6 +4,7 @@ CallerError
 ├── MethodNotFound
 └── Unsupported
 EnvironmentFault
+├── NotDeleted
 └── NotReady
 InternalError
 └── NonFiniteLogits
@@ -13,7 +14,15 @@ BaseException
 
 from __future__ import annotations
 
-from kvd.errors import CallerError, EnvironmentFault, InternalError
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import islice
+
+from kvd.errors import AgentNotFound, CallerError, EnvironmentFault, InternalError
+
+MAX_CLOSE_NAMES = 3
+MAX_COMPARED_NAMES = 2000
+"""Comparing takes time on the event loop; among more names nobody is helped by three."""
 
 
 class EngineBroken(BaseException):
@@ -33,6 +42,12 @@ class NonFiniteLogits(InternalError):
     """Nothing can be sampled from the logits: NaN, plus infinity, or every token masked."""
 
 
+class NotDeleted(EnvironmentFault):
+    """The disk refused to let go of an agent's log; the agent is still there, and the call may be tried again."""
+
+    name = "not_deleted"
+
+
 class NotReady(EnvironmentFault):
     """The model is still loading."""
 
@@ -43,3 +58,14 @@ class Unsupported(CallerError):
     """Asked for something this model or this version cannot do."""
 
     name = "unsupported"
+
+
+def with_close_names(error: AgentNotFound, asked: str, names: Sequence[str]) -> AgentNotFound:
+    """The same error with up to three of `names` that resemble what was asked for, as `did_you_mean`."""
+    close = get_close_matches(asked, islice(names, MAX_COMPARED_NAMES), n=MAX_CLOSE_NAMES)
+    if not close:
+        return error
+    meant = ", ".join(repr(name) for name in close)
+    found = AgentNotFound(f"{error.message}; did you mean {meant}?", did_you_mean=close)
+    found.data.update(error.data)
+    return found

@@ -14,6 +14,7 @@ from kvd.ids import AgentId
 from kvd.scheduler.admission import refuse_over_budget, refuse_pin_over_budget
 from kvd.scheduler.agents import NOT_WRITTEN, Agent
 from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable, unsaved_others
+from kvd.scheduler.errors import NotDeleted
 from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.views import agent_info
 from kvd.scheduler.waiting import Stop, Wait, hold_cut, release_cut, until_written
@@ -89,12 +90,9 @@ def _cut_point(tokens: list[int], wanted: object) -> int:
 
 def _delete(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     error = yield from delete_agent(core, core.agents.get(request.ref))
-    return {
-        "agent": request.ref.agent,
-        "deleted": error is None,
-        "durable": error is None,
-        "durable_reason": error,
-    }
+    if error is not None:
+        raise NotDeleted(f"{request.ref.agent} was not deleted, it is still there: {error}", agent=request.ref.agent)
+    return {"agent": request.ref.agent, "deleted": True}
 
 
 def _pin(core: EngineCore, request: JobRequest, stop: Stop) -> Job:

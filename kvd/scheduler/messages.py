@@ -139,6 +139,8 @@ class HeldRequest:
             outcome="ok" if error is None else error.name,
             total_s=now_s - self.submitted_s,
             request=int(request.request_id),
+            connection=request.connection,
+            peer_pid=request.peer_pid,
             agent=request.ref.agent,
             namespace=request.ref.namespace,
             queued_s=turn.queued_s if turn is not None else None,

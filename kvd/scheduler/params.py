@@ -5,19 +5,20 @@ Pure. May import kvd.errors, kvd.ids, kvd.scheduler.requests and .sampling, kvd.
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from kvd.errors import InvalidParams, InvalidText
 from kvd.ids import AgentId, Namespace
-from kvd.scheduler.requests import AgentRef
+from kvd.scheduler.requests import AgentRef, OnContextFull
 from kvd.scheduler.sampling import SamplingParams
 
 T = TypeVar("T")
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logit_bias")
-TURN_NAMES = ("agent", "namespace", "max_tokens", "stop", "stream", *SAMPLING_NAMES)
+TURN_NAMES = ("agent", "namespace", "max_tokens", "on_context_full", "stop", "stream", *SAMPLING_NAMES)
 MAX_NAME_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
@@ -50,6 +51,7 @@ class Params:
                 f"{self._method} does not know {', '.join(unknown)}; "
                 f"it takes {', '.join(sorted(allowed)) or 'nothing'}",
                 parameters=unknown,
+                allowed=sorted(allowed),
             )
 
     def _typed(self, name: str, kind: type[T], default: T | None, *, required: bool, words: str) -> T | None:
@@ -101,6 +103,26 @@ class Params:
         assert value is not None
         if value != value:
             raise InvalidParams(f"{name} must be a number, not NaN", parameter=name)
+        return value
+
+    def on_context_full(self) -> OnContextFull:
+        """What a turn does that exceeds the model's context: `error` (default) or `stop`."""
+        value = self.text("on_context_full", required=False, default="error")
+        for allowed in get_args(OnContextFull):
+            if value == allowed:
+                chosen: OnContextFull = allowed
+                return chosen
+        raise InvalidParams(
+            f"on_context_full must be error or stop, not {value[:40]!r}",
+            parameter="on_context_full",
+            allowed=["error", "stop"],
+        )
+
+    def mapping(self, name: str) -> Mapping[str, object] | None:
+        """A map, or None when absent."""
+        value = self._raw.get(name)
+        if not isinstance(value, Mapping | None):
+            raise InvalidParams(f"{name} must be a map, not {type(value).__name__}", parameter=name)
         return value
 
     def name(self, name: str) -> str:
@@ -167,17 +189,27 @@ class Params:
             content = message.get("content")
             if content is not None and not isinstance(content, str):
                 raise InvalidParams(f"messages[{index}].content must be a string", parameter="messages")
-            check_text(f"messages[{index}].content", content or "")
+            check_plain("messages", f"messages[{index}]", message)
             messages.append({str(key): value for key, value in message.items()})
         return messages
+
+    def tools(self) -> list[dict[str, object]] | None:
+        """Functions the model may call: a list of maps; None when absent or empty.
+
+        Raises:
+            InvalidParams, InvalidText: with the place inside.
+        """
+        raw = self._raw.get("tools")
+        if raw is None:
+            return None
+        if not isinstance(raw, list) or not all(isinstance(tool, dict) for tool in raw):
+            raise InvalidParams("tools must be a list of maps", parameter="tools")
+        check_plain("tools", "tools", raw)
+        return raw or None
 
     def has(self, name: str) -> bool:
         """Whether the parameter was given."""
         return self._raw.get(name) is not None
-
-    def raw(self, name: str) -> object:
-        """The value as received."""
-        return self._raw.get(name)
 
 
 def _bias_pair(token: object, value: object) -> tuple[int, float]:
@@ -194,8 +226,8 @@ def _bias_pair(token: object, value: object) -> tuple[int, float]:
     return number, float(value)
 
 
-def check_text(name: str, value: str) -> None:
-    """Refuse text that UTF-8 cannot carry.
+def check_text(name: str, value: str, *, parameter: str = "") -> None:
+    """Refuse text that UTF-8 cannot carry. `parameter` it came in, if `name` is a place inside one.
 
     Raises:
         InvalidText: with the position of the lone surrogate.
@@ -205,6 +237,35 @@ def check_text(name: str, value: str) -> None:
     except UnicodeEncodeError as error:
         raise InvalidText(
             f"{name} has a lone surrogate at character {error.start}; send whole characters",
-            parameter=name,
+            parameter=parameter or name,
             character=error.start,
         ) from None
+
+
+def check_plain(parameter: str, name: str, value: object) -> None:
+    """Refuse what JSON could not hold, anywhere inside a value: templates render messages and tools as JSON.
+
+    Args:
+        parameter: it came in.
+        name: the place inside, for messages.
+        value: maps, lists, text, numbers.
+
+    Raises:
+        InvalidText: text that UTF-8 cannot carry.
+        InvalidParams: bytes, or a number that is none.
+    """
+    if isinstance(value, str):
+        check_text(name, value, parameter=parameter)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            check_text(f"a key of {name}", str(key), parameter=parameter)
+            check_plain(parameter, f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_plain(parameter, f"{name}[{index}]", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InvalidParams(f"{name} must be a finite number, not {value}", parameter=parameter)
+    elif not isinstance(value, bool | int | float | None):
+        raise InvalidParams(
+            f"{name} must be text, a number, a list or a map, not {type(value).__name__}", parameter=parameter
+        )

@@ -13,6 +13,8 @@ from kvd.vm.prefix import MatchKind
 from kvd.vm.text import TypedText
 
 FinishReason = Literal["stop", "length", "cancelled", "injected"]
+OnContextFull = Literal["error", "stop"]
+"""What a turn does whose prompt and `max_tokens` exceed the model's context: it is refused, or ends at the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class TurnRequest:
         emit: called on the engine thread with each stream event.
         method: the protocol's method, for the request's log line.
         hooks: further logits hooks, run after those that `sampling` stands for.
+        on_context_full: what to do when prompt and `max_tokens` exceed the model's context.
+        connection: number of the caller's connection, for the log line.
+        peer_pid: the caller's process, for the log line.
     """
 
     request_id: RequestId
@@ -53,6 +58,9 @@ class TurnRequest:
     emit: Callable[[Mapping[str, object]], None] = lambda event: None
     method: str = "generate"
     hooks: tuple[LogitsHook, ...] = ()
+    on_context_full: OnContextFull = "error"
+    connection: int | None = None
+    peer_pid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,8 @@ class JobRequest:
         operation: `fork`, `rollback`, `delete`, `pin`, `unpin`, `evict`, `prefetch`; `save`, `compact` of the engine.
         arguments: operation's own.
         internal: the engine asked for it: no client waits, no log line says so.
+        connection: number of the caller's connection, for the log line.
+        peer_pid: the caller's process, for the log line.
     """
 
     request_id: RequestId
@@ -72,6 +82,8 @@ class JobRequest:
     operation: str
     arguments: Mapping[str, object] = field(default_factory=dict)
     internal: bool = False
+    connection: int | None = None
+    peer_pid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +94,7 @@ class TurnResult:
         appended_tokens: prompt tokens that were not stored before (for `inject`: what it added).
         swapped_in_pages: sealed pages read from disk for it.
         written_bytes: bytes its commit wrote: the log's record, and the pages that the record is the first to name.
+        context_full: `length` because the model's context is full, before `max_tokens` were made.
     """
 
     text: str
@@ -103,6 +116,7 @@ class TurnResult:
     swapped_in_pages: int
     appended_tokens: int = 0
     written_bytes: int = 0
+    context_full: bool = False
 
     def to_wire(self) -> dict[str, object]:
         """As the client sees it."""

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from kvd import __version__
-from kvd.errors import InvalidParams, KvdError
+from kvd.errors import AgentNotFound, CallerError, Cancelled, InvalidParams, KvdError
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler import views
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
-from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported
+from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported, with_close_names
 from kvd.scheduler.params import MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
 from kvd.vm.text import Span, TypedText
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvd.front.api import CallContext
 
 PROTOCOL_VERSION = 1
+MAX_TOKENIZE_BYTES = 1_000_000
+"""A text yields about as many ids as it has bytes at most, and clients accept 1,048,576 values in a message."""
 DRAIN_POLL_S = 0.02
 """How often a call that drains looks whether the engine has."""
 
@@ -46,8 +48,9 @@ class KvdService:
         self._facts = facts
         self._request_shutdown = request_shutdown
         self._ready: asyncio.Event = asyncio.Event()
-        self._started_s = time.time()
+        self._started_s = time.monotonic()
         self._draining = False
+        self._encoding = asyncio.Lock()
         self._codec: TextCodec | None = None
         self._template: ChatTemplate | None = None
         job = self._job
@@ -94,7 +97,22 @@ class KvdService:
         handler = self._methods.get(method)
         if handler is None:
             raise MethodNotFound(f"no method {method!r}; there are {', '.join(self.methods)}", method=method)
-        return await handler(Params(method, params), context)
+        try:
+            return await handler(Params(method, params), context)
+        except AgentNotFound as error:
+            raise await self._with_close_names(error) from None
+
+    async def _with_close_names(self, error: AgentNotFound) -> KvdError:
+        """The error, with the names that its agent's name may have been meant for."""
+        asked, namespace = str(error.data.get("agent", "")), error.data.get("namespace")
+        try:
+            names = await self._call(
+                lambda core: [agent.ref.agent for agent in core.agents if agent.ref.namespace == namespace]
+            )
+        except KvdError:
+            return error
+        assert isinstance(names, list)
+        return with_close_names(error, asked, names)
 
     # ---- turns ------------------------------------------------------------------------------------------------------
 
@@ -105,10 +123,9 @@ class KvdService:
 
     async def _chat(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("messages", "tools", "response_format", *TURN_NAMES)
-        if params.has("response_format"):
+        if params.mapping("response_format") is not None:
             raise Unsupported("response_format is not supported by this version; leave it out")
-        template = await self._chat_template()
-        prompt = template.render(params.messages(), tools=_tools(params), add_generation_prompt=True)
+        prompt = await self._render(params, tools=params.tools(), answers=True)
         result = await self._turn(params, context, prompt, method="chat")
         if isinstance(result, dict):
             result["message"] = {"role": "assistant", "content": result["text"]}
@@ -119,8 +136,7 @@ class KvdService:
         if params.has("text") == params.has("messages"):
             raise InvalidParams("inject needs either text or messages", parameter="text")
         if params.has("messages"):
-            template = await self._chat_template()
-            prompt = template.render(params.messages(), tools=None, add_generation_prompt=False)
+            prompt = await self._render(params, tools=None, answers=False)
         else:
             data = params.text("text").encode()
             prompt = TypedText(data, (Span("content", len(data)),) if data else ())
@@ -152,6 +168,9 @@ class KvdService:
             sampling=params.sampling(),
             stop=params.stop(),
             emit=emit,
+            on_context_full="error" if append else params.on_context_full(),
+            connection=context.peer.connection,
+            peer_pid=context.peer.pid,
         )
         result = await self._submit(request, context)
         if isinstance(result, dict) and not append and result["finish_reason"] == "injected":
@@ -199,7 +218,15 @@ class KvdService:
                 values["tokens"] = wanted
             ref = params.ref()
             await self._wait_ready()
-            return await self._submit(JobRequest(self._engine.new_request_id(), ref, operation, values), context)
+            request = JobRequest(
+                self._engine.new_request_id(),
+                ref,
+                operation,
+                values,
+                connection=context.peer.connection,
+                peer_pid=context.peer.pid,
+            )
+            return await self._submit(request, context)
 
         return run
 
@@ -231,13 +258,23 @@ class KvdService:
 
     async def _tokenize(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("text")
-        codec, _ = await self._text_parts()
         text = params.text("text")
-        ids = codec.encode_content(text)
+        text_bytes = len(text.encode())
+        if text_bytes > MAX_TOKENIZE_BYTES:
+            raise InvalidParams(
+                f"text takes at most {MAX_TOKENIZE_BYTES} bytes here, not {text_bytes}; send it in parts",
+                parameter="text",
+            )
+        codec, _ = await self._text_parts()
+        async with self._encoding:  # one at a time: each takes a hundred times its text in memory
+            if context.cancelled:
+                raise Cancelled("cancelled while it waited for others' texts")
+            ids = await asyncio.to_thread(codec.encode_content, text)  # the loop goes on serving others meanwhile
         return {"tokens": ids, "count": len(ids)}
 
     async def _hello(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("client", "protocol")
+        params.text("client", required=False)
         wanted = params.optional_integer("protocol")
         if wanted is not None and wanted != PROTOCOL_VERSION:
             raise Unsupported(
@@ -263,7 +300,7 @@ class KvdService:
             "ready": self._status == "ready",
             "status": self._status,
             "pid": os.getpid(),
-            "uptime_s": round(time.time() - self._started_s, 3),
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
             "engine_idle_s": round(time.monotonic() - self._engine.last_progress_s, 3),
             **self._engine.queue_facts,
         }
@@ -288,11 +325,17 @@ class KvdService:
         except TimeoutError:
             raise NotReady("the model is still loading", retry_after_s=5.0) from None
 
-    async def _chat_template(self) -> ChatTemplate:
+    async def _render(self, params: Params, *, tools: list[dict[str, object]] | None, answers: bool) -> TypedText:
+        """The text that the model's template makes of the messages; `answers`: the model is to answer them."""
+        messages = params.messages()
         _, template = await self._text_parts()
         if template is None:
             raise Unsupported("the model has no chat template; use generate with the agent's whole text")
-        return template
+        try:
+            return template.render(messages, tools=tools, add_generation_prompt=answers)
+        except CallerError as error:
+            error.data.setdefault("parameter", "messages")
+            raise
 
     async def _text_parts(self) -> tuple[TextCodec, ChatTemplate | None]:
         await self._wait_ready()
@@ -309,12 +352,3 @@ def _post(
     """Carry a reply from the engine thread to the loop; a loop that is gone (forced exit) has no one to tell."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle, result, error)
-
-
-def _tools(params: Params) -> list[dict[str, object]] | None:
-    raw = params.raw("tools")
-    if raw is None:
-        return None
-    if not isinstance(raw, list) or not all(isinstance(tool, dict) for tool in raw):
-        raise InvalidParams("tools must be a list of maps", parameter="tools")
-    return raw or None

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
+
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 class Decoder(Protocol):
     """Incremental UTF-8 decoding of token ids (`kvd.model.incremental.IncrementalDecoder`)."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes held back because their character is not finished."""
 
     def push(self, token_id: int) -> bytes:
         """Whole characters that became certain with this token."""
@@ -75,9 +81,12 @@ class StopWatch:
         An unfinished character at the end counts as the U+FFFD it would surface as, so it stays only if that was given
         out (the next token had shown that it is none). What stays is then exactly what the client can send back.
         """
-        for kept in range(len(ids), 0, -1):
-            decoder = self._codec.decoder()
-            text = b"".join(decoder.push(token) for token in ids[:kept]) + decoder.flush()
-            if self._given.startswith(text):
-                return kept
-        return 0
+        decoder, kept, end = self._codec.decoder(), 0, 0
+        for count, token in enumerate(ids, 1):
+            piece = decoder.push(token)
+            if not self._given.startswith(piece, end):
+                break
+            end += len(piece)
+            if not decoder.pending_bytes or self._given.startswith(REPLACEMENT, end):
+                kept = count
+        return kept

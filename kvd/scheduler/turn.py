@@ -16,12 +16,12 @@ state without waiting for anything; what was gained is then saved by the engine'
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvd.errors import Cancelled, ContextFull, InvalidParams, KvdError
+from kvd.errors import Cancelled, InvalidParams, KvdError
 from kvd.quant.spec import PAGE_TOKENS
-from kvd.scheduler.admission import refuse_over_budget
+from kvd.scheduler.admission import new_tokens, refuse_long_text, refuse_over_budget
 from kvd.scheduler.agents import Agent, Branch, rest_of
 from kvd.scheduler.commit import Committed, Committing, commit
 from kvd.scheduler.generation import Generation
@@ -50,7 +50,10 @@ class TurnTimes:
 
 @dataclass(slots=True)
 class TurnState:
-    """What a running turn knows; the engine sets `cancelled`, the turn counts `swapped_in_pages`."""
+    """What a running turn knows; the engine sets `cancelled`, the turn all else.
+
+    `is_shortened`: the model's context has room for fewer new tokens than were asked for.
+    """
 
     request: TurnRequest
     started_s: float
@@ -58,6 +61,7 @@ class TurnState:
     cancelled: bool = False
     cancel_reason: str = "cancelled by the client"
     swapped_in_pages: int = 0
+    is_shortened: bool = False
 
     def stop(self) -> str | None:
         """Why the turn is to end at its next step boundary; None while it may go on."""
@@ -74,6 +78,7 @@ class Plan:
         suffix: text to add after what is kept.
         ids: its token ids.
         lengths: bytes each id stands for.
+        max_tokens: new tokens that there is room for, at most as many as were asked for.
     """
 
     source: Branch
@@ -81,6 +86,7 @@ class Plan:
     suffix: TypedText
     ids: list[int]
     lengths: list[int]
+    max_tokens: int
 
 
 def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnResult]:
@@ -96,6 +102,8 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
     agent, is_new = core.agents.get_or_create(request.ref)
     try:
         plan = _plan(core, agent, request)
+        state.request = replace(request, max_tokens=plan.max_tokens)
+        state.is_shortened = plan.max_tokens < request.max_tokens
         return (yield from _carry_out(core, agent, plan, sampler, state))
     finally:
         if is_new and not agent.logged and not any(branch.tokens for branch in agent.branches.values()):
@@ -109,11 +117,14 @@ def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
     branch_id, match = _match(agent, request)
     source = agent.branches[branch_id]
     suffix = rest_of(request.prompt, 0 if request.append else match.keep_bytes)
+    refuse_long_text(core, suffix, match.keep_tokens, request.max_tokens)
     ids, lengths = core.encode(suffix, at_start=match.keep_tokens == 0)
-    if match.keep_tokens + len(ids) == 0:
+    prompt_tokens = match.keep_tokens + len(ids)
+    if not prompt_tokens:
         raise InvalidParams("the text is empty; send at least one character", parameter="text")
-    _admit(core, agent, source, match.keep_tokens + len(ids), request.max_tokens)
-    return Plan(source, match, suffix, ids, lengths)
+    max_tokens = new_tokens(core, request, prompt_tokens)
+    refuse_over_budget(core, agent, source, prompt_tokens + max_tokens)
+    return Plan(source, match, suffix, ids, lengths, max_tokens)
 
 
 def _match(agent: Agent, request: TurnRequest) -> tuple[int, Match]:
@@ -135,20 +146,6 @@ def _match(agent: Agent, request: TurnRequest) -> tuple[int, Match]:
         for branch_id, branch in agent.branches.items()
     }
     return best_match(stored, request.prompt, agent.current)
-
-
-def _admit(core: EngineCore, agent: Agent, source: Branch, prompt_tokens: int, max_tokens: int) -> None:
-    """Refuse what can never run, before anything changes."""
-    wanted = prompt_tokens + max_tokens
-    limit = core.spec.context_tokens
-    if wanted > limit:
-        raise ContextFull(
-            f"{prompt_tokens} prompt tokens and {max_tokens} new ones exceed the model's context of {limit}",
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-            context_tokens=limit,
-        )
-    refuse_over_budget(core, agent, source, wanted)
 
 
 # ---- the work -------------------------------------------------------------------------------------------------------
@@ -259,6 +256,7 @@ def _work(
         swapped_in_pages=state.swapped_in_pages,
         appended_tokens=generation.prompt_tokens - plan.match.keep_tokens,
         written_bytes=done.written_bytes,
+        context_full=state.is_shortened and finish in ("length", "injected"),
         **usage,
     )
 

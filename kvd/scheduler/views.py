@@ -127,6 +127,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "bytes_written": store.bytes_written,
         "bytes_read": store.bytes_read,
         "fsyncs": store.fsyncs,
+        "written_bytes_per_token": round(store.bytes_written / max(1, core.stats.tokens_computed), 1),
         "tokens_computed": core.stats.tokens_computed,
         "tokens_reused": core.stats.tokens_reused,
         "tokens_replayed": core.stats.tokens_replayed,

@@ -208,8 +208,11 @@ def open_catalog(fs: FileSystem, path: Path, fingerprint: str) -> tuple[Catalog,
     real = fs.database_path(path)
     sound = True
     for suffix in _FILES:
-        found = fs.stat(path.with_name(path.name + suffix))
-        sound = sound and (found is None or not found.is_special)
+        name = path.name + suffix
+        found = fs.stat(path.with_name(name))
+        # SQLite follows links, and so does chmod: what they lead to is not ours
+        sound = sound and (found is None or not (found.is_special or found.is_folder))
+        sound = sound and not real.with_name(name).is_symlink()
     reason = "there is none" if sound else "it is no regular file"
     if sound and fs.stat(path) is not None:
         try:

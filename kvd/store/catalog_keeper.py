@@ -28,6 +28,10 @@ class CatalogKeeper:
         known: what a new catalog is filled with.
         facts: is told what a person should know.
         keep_logs: says names of logs whose rows stay although nobody knows their agents.
+
+    Attributes:
+        renewals: how often the catalog was brought in line with what the store knew then; a change before that one may
+            be lost if the store did not know of it yet.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class CatalogKeeper:
         self._keep_logs = keep_logs
         self._catalog: Catalog | None = None
         self._uncommitted = False
+        self._complaint = ""
+        self.renewals = 0
         self.renew()
 
     def put_page(self, header: PageHeader, file_bytes: int) -> None:
@@ -83,11 +89,12 @@ class CatalogKeeper:
 
     def renew(self) -> None:
         """Open the catalog (or make one) and bring it in line with what the store knows."""
+        self.renewals += 1
         self.close()
         try:
             catalog, contents, facts = open_catalog(self._fs, self._path, self._fingerprint)
         except CATALOG_ERRORS as error:
-            self._facts(f"no catalog: {error}")
+            self._complain(f"no catalog: {error}")
             return
         for fact in facts:
             self._facts(fact)
@@ -108,10 +115,11 @@ class CatalogKeeper:
                     catalog.put_agent(row)
             catalog.commit()
         except CATALOG_ERRORS as error:
-            self._facts(f"no catalog: {error}")
+            self._complain(f"no catalog: {error}")
             catalog.close()
             return
         self._catalog = catalog
+        self._complaint = ""
 
     def close(self) -> None:
         """Close without committing."""
@@ -120,6 +128,12 @@ class CatalogKeeper:
                 self._catalog.close()
             self._catalog = None
         self._uncommitted = False
+
+    def _complain(self, fact: str) -> None:
+        """Say it once, not at each commit for as long as it lasts (P38)."""
+        if fact != self._complaint:
+            self._complaint = fact
+            self._facts(fact)
 
     def _do(self, action: Callable[[Catalog], None]) -> None:
         if self._catalog is None:

@@ -116,7 +116,7 @@ class DataFolderTooNew(EnvironmentFault):
 
     def __init__(self, *, path: str, found: int, supported: int) -> None:
         super().__init__(
-            f"The data folder has format {found}; this kvd reads up to {supported}. Upgrade kvd or use another folder.",
+            f"{path} has format {found}; this kvd reads up to {supported}. Upgrade kvd or use another data folder.",
             path=path,
             found=found,
             supported=supported,

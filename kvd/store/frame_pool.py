@@ -80,13 +80,14 @@ class FramePoolStatistics:
 class _Frame:
     """One frame: its memory and its views. Made by FramePool only."""
 
-    __slots__ = ("_layers", "layout", "octets", "slab_bytes", "tensors")
+    __slots__ = ("_layers", "address", "layout", "octets", "slab_bytes", "tensors")
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
         self.slab_bytes = -(-layout.payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # The array keeps the mapping alive; the mapping starts zeroed and goes back when the last view is gone.
         self.octets: OctetArray = np.frombuffer(mmap.mmap(-1, self.slab_bytes), np.uint8, layout.payload_bytes)
+        self.address = int(self.octets.ctypes.data)
         self.tensors = tuple(
             self.octets[t.offset_bytes : t.offset_bytes + t.tensor_bytes].view(_DTYPES[t.dtype]).reshape(t.shape)
             for t in layout.tensors
@@ -199,6 +200,10 @@ class FramePool:
             layer_index: index of the layer in the model; one of the layout's.
         """
         return self._frame(frame).layer(layer_index)
+
+    def address(self, frame: FrameId) -> int:
+        """Where the frame's memory begins, for compiled kernels; valid until `drop`."""
+        return self._frame(frame).address
 
     def export(self, frame: FrameId) -> bytes:
         """The whole payload, an owned copy."""

@@ -269,7 +269,8 @@ class LogBook:
         found = self._fs.stat(path)
         if found is not None:
             self._fs.unlink(path)
-            self._fs.fsync_dir(path.parent)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._fs.fsync_dir(path.parent)  # also when there is no file: an earlier try may have failed just here
         self._drop(ref)
         self.unreadable.discard(path.name)
         return 0 if found is None else found.file_bytes
@@ -385,9 +386,12 @@ class LogBook:
     def _reread(self, ref: AgentRef) -> None:
         """After a rewrite failed: see which of the two logs is there (the new one is whole)."""
         log = self._entries[ref].log
-        scan = scan_log(self._fs.read(log.path), log_seed(self._fingerprint, log.path.name))
-        if scan.checksum == log.checksum and scan.good_bytes == log.good_bytes:
+        data, seed = self._fs.read(log.path), log_seed(self._fingerprint, log.path.name)
+        # what follows the old log's committed part was refused, however whole it looks: nobody may take it for a record
+        old = scan_log(data[: log.good_bytes], seed)
+        if old.checksum == log.checksum and old.good_bytes == log.good_bytes:
             return
+        scan = scan_log(data, seed)
         if scan.damage is not None:
             self._entries[ref].damaged = True
             return

@@ -179,9 +179,12 @@ class SwapStore:
             case DeletePageOp():
                 self._delete_page(op.page_id)
             case DeleteLogOp():
+                renewals = self._catalog.renewals
                 self._catalog.drop_agent(op.namespace, op.agent)
                 self.idle()
                 self._usage.log_bytes -= self._logs.delete((op.namespace, op.agent))
+                if self._catalog.renewals != renewals:  # made anew while the agent was still known: its row is back
+                    self._catalog.drop_agent(op.namespace, op.agent)
             case ReadTailOp():
                 tail = self._logs.read_tail((op.namespace, op.agent), op.branch, op.group, op.segment)
                 return SwapResult(op, None, 0.0, payload=tail)

@@ -235,6 +235,13 @@ def _typed_prefix_bytes(left: TypedText, right: TypedText) -> int:
     return limit
 
 
+def character_border(data: bytes, position: int) -> int:
+    """The last place at or before `position` of the UTF-8 text `data` that is inside no character."""
+    while not _on_border(data, position):
+        position -= 1
+    return position
+
+
 def _on_border(data: bytes, position: int) -> bool:
     """True when no character of the UTF-8 text `data` spans `position`."""
     return position >= len(data) or data[position] & 0xC0 != 0x80
@@ -260,9 +267,7 @@ def _kind_at(spans: Sequence[Span], position: int) -> SpanKind | None:
 
 def _divergence(stored: StoredText, prompt: TypedText, matched: int) -> Divergence:
     data = stored.text.data
-    position = matched
-    while not _on_border(data, position):
-        position -= 1
+    position = character_border(data, matched)
     stored_kind = _kind_at(stored.text.spans, matched)
     assert stored_kind is not None
     return Divergence(

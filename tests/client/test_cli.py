@@ -33,6 +33,7 @@ END_FIELDS = [
     "ttft_s",
     "durable",
     "agent",
+    "context_full",
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +105,7 @@ def rotten(tiny_model_dir: Path) -> Iterator[Rotten]:
 
 
 @pytest.mark.parametrize("agent", [*DAMAGE, "swapped-1", "swapped-2"])
-def test_a_bad_page_is_never_served(rotten: Rotten, agent: str) -> None:
+def test_a_bad_page_is_never_served(rotten: Rotten, tally: Counter[str], agent: str) -> None:
     """P4: what is before it is reused, it and the rest are computed again, the client is told, the text is right."""
     page = DAMAGE[agent][0] if agent in DAMAGE else 2
     result = ask(rotten.daemon, agent, rotten.text)
@@ -118,6 +119,7 @@ def test_a_bad_page_is_never_served(rotten: Rotten, agent: str) -> None:
     if agent not in ("gone", "empty"):
         assert len(rotten.daemon.files(f"*/quarantine/{rotten.paths[agent].stem}*")) == 1
     assert not rotten.paths[agent].exists() or rotten.paths[agent].stat().st_size == 0
+    tally["damaged files, under daemons"] += 1
 
 
 def test_other_agents_keep_everything(rotten: Rotten) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.support.prose import prose
 
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(240)]
 
-KILLS = 15
+KILLS = 9
 AGENTS = 3
 NEW = 16
 """New tokens a turn."""
@@ -124,7 +125,9 @@ def unbroken(tiny_model_dir: Path) -> Iterator[dict[int, list[str]]]:
         yield {script.agent: script.texts for script in scripts}
 
 
-def test_durable_turns_survive_kills_at_any_moment(tiny_model_dir: Path, unbroken: dict[int, list[str]]) -> None:
+def test_durable_turns_survive_kills_at_any_moment(
+    tiny_model_dir: Path, unbroken: dict[int, list[str]], tally: Counter[str]
+) -> None:
     """P2, P3: after each of many kills every durable token is reused, every text equals the unbroken run's."""
     chance = random.Random(SEED)
     scripts = [Script(agent) for agent in range(AGENTS)]
@@ -137,6 +140,7 @@ def test_durable_turns_survive_kills_at_any_moment(tiny_model_dir: Path, unbroke
                     daemon.spawn()
                     time.sleep(chance.uniform(0.1, 1.5))
                     daemon.kill()  # in start or recovery, which must be repeatable
+                    tally["kill -9, in starts"] += 1
                 daemon.start()
                 for script in chance.sample(scripts, AGENTS):
                     resume(daemon, script, unbroken)
@@ -152,6 +156,7 @@ def test_durable_turns_survive_kills_at_any_moment(tiny_model_dir: Path, unbroke
             assert figures["swap_bytes"] == sum(path.stat().st_size for path in daemon.page_files())
         finally:
             daemon.kill()
+    tally["kill -9, in turns"] += KILLS
     assert len(set(triggers)) >= 4
     assert sum(script.turn for script in scripts) > KILLS
 

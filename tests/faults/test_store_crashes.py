@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,18 +31,11 @@ from tests.support.store_data import (
     ModelAgent,
     header_of,
     layouts,
-    memory_folder,
     open_store,
 )
 
 HALF = ".page.0123456789ab.tmp"
 CATALOG_FATES = ("keep", "delete", "older", "garbage")
-
-
-@pytest.fixture
-def fast_tmp() -> Iterator[Path]:
-    """Where the catalogs lie."""
-    yield from memory_folder()
 
 
 @dataclass
@@ -164,7 +157,9 @@ def operations_of_workload(fast_tmp: Path) -> int:
 
 
 @pytest.mark.parametrize("fate", CATALOG_FATES)
-def test_power_loss_at_every_operation_keeps_what_was_acknowledged(fast_tmp: Path, fate: str) -> None:
+def test_power_loss_at_every_operation_keeps_what_was_acknowledged(
+    fast_tmp: Path, tally: Counter[str], fate: str
+) -> None:
     """P2 P3 P5 P6: whatever the catalog's fate, no acknowledged turn, page or byte of a tail is lost."""
     total = operations_of_workload(fast_tmp)
     crashes = 0
@@ -179,9 +174,10 @@ def test_power_loss_at_every_operation_keeps_what_was_acknowledged(fast_tmp: Pat
         fs.crash()
         check(fs, ledger)
     assert crashes == total > 100
+    tally["power losses, in the store"] += crashes
 
 
-def test_a_kill_and_then_power_loss_keep_what_was_served_in_between(fast_tmp: Path) -> None:
+def test_a_kill_and_then_power_loss_keep_what_was_served_in_between(fast_tmp: Path, tally: Counter[str]) -> None:
     """P2: what recovery found after kill -9 was perhaps only in the system's cache; once served, it is durable."""
     for at in range(1, operations_of_workload(fast_tmp) + 1):
         fs = LossyFileSystem(fast_tmp / f"side-{at}", seed=at)
@@ -193,6 +189,7 @@ def test_a_kill_and_then_power_loss_keep_what_was_served_in_between(fast_tmp: Pa
         served = check(fs, ledger)
         fs.crash()
         assert check(fs, ledger).agents == served.agents
+        tally["power losses, in the store"] += 1
 
 
 def test_a_finished_workload_survives_a_crash_without_any_farewell(fast_tmp: Path) -> None:
@@ -207,7 +204,7 @@ def test_a_finished_workload_survives_a_crash_without_any_farewell(fast_tmp: Pat
         assert ("default", "bob") not in report.agents
 
 
-def test_recovery_killed_anywhere_can_be_run_again(fast_tmp: Path) -> None:
+def test_recovery_killed_anywhere_can_be_run_again(fast_tmp: Path, tally: Counter[str]) -> None:
     """P5: recovery of a messy folder, killed at each of its operations, ends in the same state when run again."""
     total = operations_of_workload(fast_tmp)
     tried = 0
@@ -231,6 +228,7 @@ def test_recovery_killed_anywhere_can_be_run_again(fast_tmp: Path) -> None:
                 break
             step += 3
     assert tried > 50
+    tally["power losses, in recovery"] += tried
 
 
 def test_recovery_twice_is_recovery_once(fast_tmp: Path) -> None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import sqlite3
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from kvd.store.catalog import Catalog
 from kvd.store.errors import DiskFault, PageNotDurable
-from kvd.store.swap_ops import AppendRecordOp, CompactLogOp, ReadPageOp, ReadTailOp, SwapOp, WritePageOp
+from kvd.store.swap_ops import (
+    AppendRecordOp,
+    CompactLogOp,
+    DeleteLogOp,
+    DeletePageOp,
+    FlushOp,
+    ReadPageOp,
+    ReadTailOp,
+    SwapOp,
+    WritePageOp,
+)
 from kvd.store.swap_store import SwapStore
 from tests.support.lossy_disk import LossyFileSystem
-from tests.support.store_data import LAYOUTS, ModelAgent, header_of, memory_folder, open_store
+from tests.support.store_data import LAYOUTS, ModelAgent, header_of, open_store
+from tests.support.store_turns import good, reads
 
 MUTATING = {"create", "open_append", "write", "truncate", "fsync", "rename", "unlink", "mkdir", "fsync_dir"}
-
-
-@pytest.fixture
-def fast_tmp() -> Iterator[Path]:
-    """Where the catalogs lie."""
-    yield from memory_folder()
 
 
 def insist(store: SwapStore, op: SwapOp, refusals: list[BaseException]) -> None:
@@ -50,7 +58,7 @@ def work(store: SwapStore, refusals: list[BaseException]) -> ModelAgent:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("lasting", [1, 7])
-def test_a_fault_at_every_operation(fast_tmp: Path, code: int, lasting: int) -> None:
+def test_a_fault_at_every_operation(fast_tmp: Path, tally: Counter[str], code: int, lasting: int) -> None:
     """At each operation the disk refuses once or for a while; afterwards a crash; then everything is there."""
     fs = LossyFileSystem(fast_tmp / "count")
     _, _, store = open_store(fs)
@@ -80,6 +88,7 @@ def test_a_fault_at_every_operation(fast_tmp: Path, code: int, lasting: int) -> 
                 assert loaded.payload == agent.page_bytes(group, number)
         store.close()
     assert refused >= (end - begin) * 0.5
+    tally["disk faults, operations of the store refused"] += refused
 
 
 def test_a_read_only_disk_still_serves(fast_tmp: Path) -> None:
@@ -98,3 +107,49 @@ def test_a_read_only_disk_still_serves(fast_tmp: Path) -> None:
     assert store.perform(AppendRecordOp(record)).error is None
     assert store.perform(ReadTailOp("default", "ada", 0, 0)).payload == after.tail(0)
     store.close()
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+@pytest.mark.parametrize("method", ["put_page", "put_agent", "put_counter", "drop_pages", "drop_agent", "commit"])
+def test_what_sqlite_refuses_costs_no_turn(
+    fast_tmp: Path, tally: Counter[str], monkeypatch: pytest.MonkeyPatch, method: str, times: int
+) -> None:
+    """P5 P8: the catalog is derived: turns and deletions are durable without it, and no restart calls a log lost."""
+    fs = LossyFileSystem(fast_tmp / "side")
+    _, _, store = open_store(fs)
+    bob = good(store, ModelAgent("bob"), 300)
+
+    good_method = getattr(Catalog, method)
+
+    def refuse(*arguments: object) -> None:
+        nonlocal refused
+        if refused == times:
+            good_method(*arguments)
+            return
+        refused += 1
+        raise sqlite3.OperationalError("database or disk is full")
+
+    refused = 0
+    with monkeypatch.context() as patch:
+        if method not in ("drop_agent", "commit"):
+            patch.setattr(Catalog, method, refuse)
+        agent = good(store, work(store, []), 3)
+        patch.setattr(Catalog, method, refuse)
+        assert store.perform(DeleteLogOp("default", "bob")).error is None
+        for group in bob.pages:
+            result = store.perform(DeletePageOp(group[0].page_id))
+            assert result.error is None
+        result = store.perform(FlushOp(threading.Event()))
+        assert result.error is None
+    reads(store, agent)
+    agent = good(store, agent, 300)
+    store.idle()
+    fs.crash()
+    _, report, store = open_store(fs)
+    assert set(report.agents) == {("default", "ada")}
+    assert not report.log_troubles
+    assert not report.missing_pages
+    reads(store, agent)
+    store.close()
+    assert refused
+    tally["disk faults, refused by SQLite"] += refused

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from kvd.store.agent_log import log_seed, scan_log
 from kvd.store.errors import PageCorrupt
 from kvd.store.layout import DataFolder
 from kvd.store.page_file import decode_page, encode_page, header_bytes
@@ -22,19 +23,12 @@ from tests.support.store_data import (
     header_of,
     kv_of,
     layouts,
-    memory_folder,
     open_store,
     tiny_layout,
 )
 
 
-@pytest.fixture
-def fast_tmp() -> Iterator[Path]:
-    """Where the catalogs lie."""
-    yield from memory_folder()
-
-
-def test_every_class_of_byte_of_a_page_file_is_covered() -> None:
+def test_every_class_of_byte_of_a_page_file_is_covered(tally: Counter[str]) -> None:
     """Length, header, padding, every tensor, checksum: a few hundred single flipped bits, all refused."""
     layout = tiny_layout()
     header = header_of(ModelAgent("ada").entry(0, 0), 0)
@@ -56,10 +50,12 @@ def test_every_class_of_byte_of_a_page_file_is_covered() -> None:
                 decode_page(bytes(bad), header, layout)
             flips += 1
     assert flips > 300
+    tally["bit flips, tried"] += flips
+    tally["bit flips, in page files"] += flips
     assert decode_page(data, header, layout) == kv_of(layout, 1)
 
 
-def test_a_flipped_bit_anywhere_on_the_disk_is_never_served(fast_tmp: Path) -> None:
+def test_a_flipped_bit_anywhere_on_the_disk_is_never_served(fast_tmp: Path, tally: Counter[str]) -> None:
     """Any file of the folder, any bit: what is served afterwards is right or absent, and the trouble is said."""
     fs = LossyFileSystem(fast_tmp / "side", seed=1)
     _, _, store = open_store(fs)
@@ -86,6 +82,34 @@ def test_a_flipped_bit_anywhere_on_the_disk_is_never_served(fast_tmp: Path) -> N
         fs._treat_catalog()
         said += serve_and_compare(fs, states)
     assert said == 120
+    tally["bit flips, tried"] += 120
+    tally["bit flips, served"] += 0
+
+
+def test_a_flip_of_every_byte_of_a_log_is_found(fast_tmp: Path, tally: Counter[str]) -> None:
+    """No byte of a frame, a text or a tail is outside the chain of checksums; what is before the bad record stands."""
+    fs = LossyFileSystem(fast_tmp / "side")
+    _, _, store = open_store(fs)
+    agent = ModelAgent("ada")
+    for tokens in (20, 1, 30):
+        agent, record, _ = agent.turn(tokens)
+        assert store.perform(AppendRecordOp(record)).error is None
+    store.close()
+    path = DataFolder(ROOT, fs).log_path(FINGERPRINT, "default", "ada")
+    data, seed = fs.read(path), log_seed(FINGERPRINT, path.name)
+    ends = [frame.end for frame in scan_log(data, seed).frames]
+    assert ends[-1] == len(data)
+    for at in range(len(data)):
+        bad = bytearray(data)
+        bad[at] ^= 1 << at % 8
+        found = scan_log(bytes(bad), seed)
+        good = [end for end in ends if end <= at]
+        assert [frame.end for frame in found.frames] == good
+        assert found.damage is not None
+        assert found.damage.kind == ("torn" if at >= ends[-2] else "corrupt"), "a rotten record is no unfinished one"
+    tally["bit flips, tried"] += len(data)
+    tally["bit flips, in logs"] += len(data)
+    assert len(data) > 3000
 
 
 def serve_and_compare(fs: LossyFileSystem, states: dict[int, ModelAgent]) -> bool:
@@ -109,7 +133,7 @@ def serve_and_compare(fs: LossyFileSystem, states: dict[int, ModelAgent]) -> boo
     return noticed
 
 
-def test_a_flip_after_recovery_is_noticed_when_the_tail_is_read(fast_tmp: Path) -> None:
+def test_a_flip_after_recovery_is_noticed_when_the_tail_is_read(fast_tmp: Path, tally: Counter[str]) -> None:
     """Bits also rot while the daemon runs."""
     fs = LossyFileSystem(fast_tmp / "side")
     _, _, store = open_store(fs)
@@ -127,5 +151,6 @@ def test_a_flip_after_recovery_is_noticed_when_the_tail_is_read(fast_tmp: Path) 
         assert sum(tail.error is not None for tail in tails) == 1
         assert all(tail.error is not None or tail.payload == agent.tail(tail.op.group) for tail in tails)
     store.close()
+    tally["bit flips, tried"] += 60
     fs.poke(path, original)
     assert recover(DataFolder(ROOT, fs), FINGERPRINT, layouts, fs).agents["default", "ada"].seq == 1

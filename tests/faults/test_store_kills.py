@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from kvd.store.fs import RealFileSystem
 from kvd.store.swap_ops import ReadPageOp, ReadTailOp
-from tests.support.store_data import LAYOUTS, ModelAgent, header_of, memory_folder, open_store
+from tests.support.store_data import LAYOUTS, ModelAgent, header_of, open_store
 
 CHILD = """
 import os, signal, sys
@@ -54,17 +54,13 @@ print("alive", flush=True)
 """
 
 
-@pytest.fixture
-def fast_tmp() -> Iterator[Path]:
-    """Where the data folder is: what a kill leaves in the page cache is the same on any disk."""
-    yield from memory_folder()
-
-
 @pytest.mark.parametrize(
     ("victim", "countdown"),
     [("create", 4), ("write", 3), ("write", 6), ("fsync", 3), ("rename", 2), ("fsync_dir", 3), ("open_append", 3)],
 )
-def test_every_acknowledged_turn_survives_kill_9(fast_tmp: Path, victim: str, countdown: int) -> None:
+def test_every_acknowledged_turn_survives_kill_9(
+    fast_tmp: Path, tally: Counter[str], victim: str, countdown: int
+) -> None:
     """Turns that the process printed are there with all their pages, bit for bit; the folder is not locked."""
     command = [sys.executable, "-c", CHILD, str(fast_tmp / "data"), victim, str(countdown)]
     child = subprocess.run(
@@ -87,6 +83,7 @@ def test_every_acknowledged_turn_survives_kill_9(fast_tmp: Path, victim: str, co
                 loaded = store.perform(ReadPageOp(header_of(page, group), layout))
                 assert loaded.payload == agent.page_bytes(group, number)
         assert not list((fast_tmp / "data").rglob("*.tmp"))
+        tally["kill -9, in a store's process"] += 1
     finally:
         store.close()
         folder.close()

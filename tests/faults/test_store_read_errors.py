@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def is_log(path: Path) -> bool:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE])
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_read_refused_once_or_twice_costs_no_token(world: World, code: int, times: int) -> None:
+def test_a_read_refused_once_or_twice_costs_no_token(world: World, tally: Counter[str], code: int, times: int) -> None:
     """Read again at once, and once more after a tick: the turn has all its cached tokens, no file was touched."""
     tokens = len(world.agent("a").branch.tokens)
     refused = refuse_reads(world, times, is_page, code)
@@ -65,6 +66,7 @@ def test_a_read_refused_once_or_twice_costs_no_token(world: World, code: int, ti
     assert turn.cached_tokens >= tokens - 1
     assert world.core.memory.statistics.load_failures == 0
     assert {event for event, _ in world.logged} >= {"page_read_refused"}
+    tally["disk faults, reads refused"] += len(refused)
 
 
 def test_a_tail_whose_read_was_refused_is_read_again(world: World) -> None:

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvd.errors import AgentBusy, BudgetExceeded, Busy, Cancelled, ContextFull, InternalError, KvdError
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler.agents import Branch
+from kvd.scheduler.errors import NotDeleted
 from kvd.store.layout import page_of_file
 from kvd.vm.prefix import common_prefix_bytes
 from tests.scheduler.fake_model import CONTEXT_TOKENS
@@ -251,7 +252,9 @@ class TurnMachine(RuleBasedStateMachine):
         name = self.name("kid", "imp")
         if not self.world.has(name):
             return
-        deleted = self.world.job("delete", name).facts["deleted"]
+        error = self.world.job("delete", name).error
+        assert error is None or isinstance(error, NotDeleted)
+        deleted = error is None
         assert self.world.has(name) != deleted
         if deleted:
             self.durable.pop(name, None)

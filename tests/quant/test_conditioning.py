@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -163,3 +164,11 @@ def test_impossible_constants_are_refused() -> None:
     for centre, scale in ((good, good[0]), (good, -good), (good, 0 * good), (good * np.nan, good)):
         with pytest.raises(InvalidParams):
             Conditioning(centre, scale)
+
+
+def test_a_pipe_in_place_of_constants_is_damage_and_blocks_nobody(tmp_path: Path) -> None:
+    """Opening a pipe waits for a writer: a start must not wait for one."""
+    path = tmp_path / "0123456789ab.safetensors"
+    os.mkfifo(path)
+    with pytest.raises(ConditioningDamaged, match="not a regular file"):
+        load_conditioning(path)

@@ -27,7 +27,7 @@ from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import NUMERICS, EngineCore, FormatBook
 from kvd.scheduler.jobs import run_job
 from kvd.scheduler.memory import Memory
-from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest, TurnResult
+from kvd.scheduler.requests import AgentRef, JobRequest, OnContextFull, TurnRequest, TurnResult
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.sampling import LogitsHook, SamplingParams
 from kvd.scheduler.store_door import StoreDoor, SwapQueue
@@ -263,6 +263,7 @@ class World:
         hooks: tuple[LogitsHook, ...] = (),
         cancel_after: int | None = None,
         on_step: Callable[[TurnState], None] | None = None,
+        on_context_full: OnContextFull = "error",
         **sampling: Any,
     ) -> Outcome:
         """Run one turn; `cancel_after` counts resumptions, at which the request is cancelled."""
@@ -276,6 +277,7 @@ class World:
             sampling=SamplingParams(**sampling),
             stop=stop,
             hooks=hooks,
+            on_context_full=on_context_full,
             emit=lambda event: outcome.events.append(dict(event)),
         )
         state = TurnState(request, self.now_s)

@@ -10,6 +10,7 @@ import pytest
 from kvd.errors import BudgetExceeded, Busy, Cancelled
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Baseline
+from kvd.scheduler.errors import NotDeleted
 from kvd.vm.errors import SpaceInUse
 from kvd.vm.events import RolledBack
 from tests.scheduler.harness import ROOT, World
@@ -207,8 +208,7 @@ def test_a_delete_the_disk_refuses_leaves_the_agent(world: World) -> None:
     """The agent is gone from RAM only when its log is gone from disk."""
     world.generate("a", text_of(30), max_tokens=1)
     world.fs.fail = lambda number, name, path: errno.EROFS if name == "unlink" else None
-    facts = world.job("delete", "a").facts
-    assert (facts["deleted"], facts["durable"]) == (False, False)
+    assert isinstance(world.job("delete", "a").error, NotDeleted)
     assert world.generate("a", world.text("a") + "!", max_tokens=1).turn.match == "extend"
     world.heal()
     assert world.job("delete", "a").facts["deleted"]

@@ -68,6 +68,14 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         ({"messages": [{"content": "x"}]}, lambda p: p.messages(), r"messages\[0\] must be a map with a role"),
         ({"messages": [{"role": "user"}, 3]}, lambda p: p.messages(), r"messages\[1\] must be a map"),
         ({"messages": [{"role": "user", "content": 3}]}, lambda p: p.messages(), r"messages\[0\].content must be"),
+        ({"messages": [{"role": "user", "a": [b"x"]}]}, lambda p: p.messages(), r"messages\[0\].a\[0\] must be text"),
+        ({"tools": {"name": "f"}}, lambda p: p.tools(), "tools must be a list of maps"),
+        ({"tools": ["f"]}, lambda p: p.tools(), "tools must be a list of maps"),
+        ({"tools": [{"f": {"x": b""}}]}, lambda p: p.tools(), r"tools\[0\].f.x must be text, a number"),
+        ({"tools": [{"f": float("inf")}]}, lambda p: p.tools(), r"tools\[0\].f must be a finite number"),
+        ({"response_format": "json"}, lambda p: p.mapping("response_format"), "response_format must be a map, not str"),
+        ({"on_context_full": "halt"}, lambda p: p.on_context_full(), "must be error or stop, not 'halt'"),
+        ({"on_context_full": True}, lambda p: p.on_context_full(), "on_context_full must be a string, not bool"),
     ],
 )
 def test_wrong_values_are_refused_by_name(raw: dict[str, object], read: Callable[[Params], object], words: str) -> None:
@@ -97,6 +105,28 @@ def test_absent_values_take_their_defaults() -> None:
     assert not given_params.has("temperature")
 
 
+@pytest.mark.parametrize(
+    ("raw", "place"),
+    [
+        (
+            {"messages": [{"role": "u", "content": "ab\ud800"}]},
+            "messages[0].content has a lone surrogate at character 2",
+        ),
+        ({"messages": [{"role": "\udfff"}]}, "messages[0].role has"),
+        ({"messages": [{"role": "u", "tool_calls": [{"arguments": "\ud800"}]}]}, "messages[0].tool_calls[0].arguments"),
+        ({"messages": [{"role": "u", "\ud800": 1}]}, "a key of messages[0] has"),
+        ({"tools": [{"description": "x\ud83d"}]}, "tools[0].description has a lone surrogate at character 1"),
+    ],
+)
+def test_lone_surrogates_are_found_inside_of_messages_and_tools(raw: dict[str, list[object]], place: str) -> None:
+    """The error says where inside; the parameter is the one that the client sent."""
+    given_params, (name,) = params(**raw), raw
+    with pytest.raises(InvalidText) as refused:
+        getattr(given_params, name)()
+    assert refused.value.message.startswith(place)
+    assert refused.value.data["parameter"] == name
+
+
 def test_good_values_are_taken() -> None:
     """Whole numbers serve as floats; ids of a bias may be strings, as JSON has no other keys."""
     sampling = params(temperature=1, logit_bias={7: 2, "8": -1.5}, seed=3, top_k=5).sampling()
@@ -104,6 +134,11 @@ def test_good_values_are_taken() -> None:
     assert sampling.logit_bias == ((7, 2.0), (8, -1.5))
     assert (sampling.seed, sampling.top_k) == (3, 5)
     assert params(stop="x").stop() == ("x",)
+    assert (params().on_context_full(), params(on_context_full="stop").on_context_full()) == ("error", "stop")
+    assert (params(tools=[]).tools(), params().tools()) == (None, None)
+    assert params(tools=[{"name": "f", "n": [1, 2.5, None, True]}]).tools() == [
+        {"name": "f", "n": [1, 2.5, None, True]}
+    ]
     assert params(agent="a" * MAX_NAME_CHARACTERS).name("agent")
     assert params(messages=[{"role": "user", "content": "x", "name": "n"}]).messages() == [
         {"role": "user", "content": "x", "name": "n"}
@@ -118,7 +153,7 @@ ANYTHING = st.recursive(
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(st.dictionaries(st.sampled_from([*TURN_NAMES, "messages", "text"]), ANYTHING))
+@given(st.dictionaries(st.sampled_from([*TURN_NAMES, "messages", "text", "tools", "response_format"]), ANYTHING))
 def test_nothing_a_client_sends_is_more_than_refused(raw: dict[str, object]) -> None:
     """Any value either passes or is the caller's error; nothing else is ever raised."""
     readers: list[Callable[[Params], object]] = [
@@ -126,6 +161,9 @@ def test_nothing_a_client_sends_is_more_than_refused(raw: dict[str, object]) -> 
         Params.stop,
         Params.ref,
         Params.messages,
+        Params.tools,
+        Params.on_context_full,
+        lambda p: p.mapping("response_format"),
         lambda p: p.text("text"),
         lambda p: p.integer("max_tokens", default=1, low=0, high=10),
         lambda p: p.flag("stream", True),
