@@ -17,7 +17,7 @@ DEFAULT_BUDGET_BYTES = 10_200_000_000
 DEFAULT_QUOTA_BYTES = 100_000_000_000
 DEFAULT_MODEL = "smollm2-135m"
 SHARING = ("agent",)
-ATTENTION = ("auto", "reference", "mlx")
+ATTENTION = ("auto", "cpu", "mlx", "reference")
 MIN_BUDGET_BYTES = 1_000_000
 MAX_CHUNK_TOKENS = 512
 """What the scratch memory of a step is counted for (`ModelCacheSpec.scratch_bytes`)."""

@@ -7,10 +7,14 @@
 - `mlx_backend`: walks the context in tiles with an online softmax.
 - `host_tiles`: a tile's arithmetic in numpy and BLAS, for CPU.
 - `device_tiles`: a tile's arithmetic in mlx operations, for GPUs.
+- `cpu_backend`: compiled kernels over packed pages, for Linux CPUs.
+- `cpu_decode`: its kernel for a few queries, straight from the codes.
+- `cpu_prefill`: its kernel for many queries, a page dequantised at a time.
 - `select`: which backend runs, after a self-test against `reference`.
 - `errors`: the package's error classes.
 
-May import mlx, numpy, kvd.errors, kvd.ids, kvd.quant and kvd.store.frame_pool; nothing of model, vm, scheduler, front.
+May import mlx, numpy, kvd.errors, kvd.ids, kvd.native, kvd.quant and kvd.store.frame_pool; nothing of model, vm,
+scheduler, front.
 """
 
 from kvd.attention.errors import BackendDisagrees, BackendUnavailable, UnsupportedMask

@@ -154,6 +154,9 @@ class HostPages(PageSource, Protocol):
     def layer(self, frame: FrameId, layer_index: int) -> LayerArrays:
         """Arrays of one layer in one frame."""
 
+    def address(self, frame: FrameId) -> int:
+        """Where the frame's memory begins; its tensors follow as its layout says."""
+
 
 def host_pages(pages: PageSource) -> HostPages:
     """Narrow a pool's handle to one in host memory.

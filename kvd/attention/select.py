@@ -1,11 +1,13 @@
 """Which attention backend runs: the first right one, checked against `reference` on this device and these shapes.
 
 A wrong kernel must never serve text: the self-test runs at start, and a backend that disagrees is passed over with a
-notice that the daemon logs and `hello` repeats. May import mlx, numpy, kvd.quant, kvd.store.frame_pool, kvd.attention.
+notice that the daemon logs and `hello` repeats. May import mlx, numpy, kvd.native, kvd.quant, kvd.store.frame_pool,
+kvd.attention.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,12 +21,31 @@ from kvd.attention.interface import AttentionBackend, Row, Run, Segment, TailArr
 from kvd.attention.mlx_backend import MlxBackend
 from kvd.attention.reference import ReferenceBackend
 from kvd.ids import FrameId
+from kvd.native import KernelUnavailable
 from kvd.quant.codec import encode
 from kvd.quant.conditioning import Conditioning
 from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageFormat, PageLayout
 from kvd.store.frame_pool import FramePool
 
-BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {"mlx": MlxBackend, "reference": ReferenceBackend}
+
+def _cpu_backend() -> AttentionBackend:
+    """Compiled kernels; imported here because they need a library that GPUs do without.
+
+    Raises:
+        KernelUnavailable: this machine cannot run them.
+    """
+    try:
+        from kvd.attention.cpu_backend import CpuBackend
+    except ImportError as error:
+        raise KernelUnavailable(f"llvmlite is not installed ({error})") from None
+    return CpuBackend()
+
+
+BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
+    "cpu": _cpu_backend,
+    "mlx": MlxBackend,
+    "reference": ReferenceBackend,
+}
 """Backends in order of preference."""
 
 ATTENTION_CHOICES: Final = ("auto", *BACKENDS)
@@ -91,7 +112,7 @@ def select_backend(
         raise BackendUnavailable(
             f"attention must be one of {', '.join(('auto', *names))}, not {requested!r}", requested=requested
         )
-    candidates = names if requested == "auto" else [requested, *names[names.index(requested) + 1 :]]
+    candidates = _suitable(names) if requested == "auto" else [requested, *names[names.index(requested) + 1 :]]
     notices: list[str] = []
     for name in candidates:
         backend = backends[name]()
@@ -104,6 +125,12 @@ def select_backend(
         return BackendChoice(backend, tuple(notices))
     notices.append("no attention backend passed its self-test; the reference is used, which is slow")
     return BackendChoice(ReferenceBackend(), tuple(notices))
+
+
+def _suitable(names: list[str]) -> list[str]:
+    """Backends worth trying unasked: compiled CPU kernels only where MLX computes on the CPU of a Linux machine."""
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu and sys.platform == "linux"
+    return [name for name in names if name != "cpu" or on_cpu]
 
 
 def self_test(backend: AttentionBackend, probe: ShapeProbe) -> None:

@@ -2,6 +2,7 @@
 
 - `spec`: page formats and the exact bytes of a page; imports kvd.ids and kvd.errors only.
 - `codec`: the one codec (numpy) that every backend must match; imports spec and errors.
+- `native_codec`: the same as a compiled kernel, for Linux CPUs; imports kvd.native, codec, errors.
 - `conditioning`: static key conditioning, its constants and their files; imports mlx, errors.
 - `simulate`: caches that quantise on write without pages, for calibration; imports mlx, codec, conditioning.
 - `calibration`: the result of calibration and its files; imports kvd.model.spec, codec, conditioning, spec.

@@ -8,11 +8,14 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-from kvd.attention import Run, Segment, TailArrays, TailSide
+from kvd.attention import AttentionBackend, Run, Segment, TailArrays, TailSide
 from kvd.attention.gather import gather
 from kvd.attention.masks import positions_of
+from kvd.attention.select import BACKENDS
 from kvd.ids import FrameId
+from kvd.native import KernelUnavailable
 from kvd.quant.codec import encode
 from kvd.quant.conditioning import Conditioning
 from kvd.quant.spec import PAGE_TOKENS, PageLayout, named_format
@@ -20,6 +23,14 @@ from kvd.store.frame_pool import FramePool
 
 LAYER = 5
 """Index of the only layer, not 0, so that nobody mistakes it for a position."""
+
+
+def cpu_backend() -> AttentionBackend:
+    """The backend of compiled kernels; where it cannot run, its tests are skipped with the reason."""
+    try:
+        return BACKENDS["cpu"]()
+    except KernelUnavailable as error:
+        pytest.skip(str(error))
 
 
 class Pages:

@@ -22,15 +22,17 @@ from kvd.attention import (
 )
 from kvd.attention.masks import TileSpan, hidden, visible_range
 from kvd.quant.spec import PAGE_TOKENS
-from tests.attention.pages import LAYER, Pages
+from tests.attention.pages import LAYER, Pages, cpu_backend
 
 SHAPES = [(9, 3, 64, 64), (4, 1, 256, 256), (4, 4, 192, 128), (6, 2, 96, 64), (2, 2, 64, 64)]
 """(query heads, KV heads, k_dim, v_dim): SmolLM2, Gemma 3 270M, MLA-like, odd widths, MHA."""
 
 
-@pytest.fixture(params=["host", "bare", "device", "packed"])
+@pytest.fixture(params=["host", "bare", "device", "packed", "cpu"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
-    """The mlx backend in each strategy; `packed` and `bare` never dequantise, as is done with few queries."""
+    """The mlx backend in each strategy (`packed` and `bare` never dequantise); compiled kernels."""
+    if request.param == "cpu":
+        return cpu_backend()
     if request.param == "packed":
         plain = device_tiles.DeviceState.__init__
 

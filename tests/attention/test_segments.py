@@ -26,14 +26,16 @@ from kvd.attention.masks import hidden, positions_of, tile_spans, visible_range
 from kvd.attention.reference import raw_keys
 from kvd.errors import InternalError
 from kvd.store.frame_pool import FramePool
-from tests.attention.pages import LAYER, Pages, runs_of
+from tests.attention.pages import LAYER, Pages, cpu_backend, runs_of
 
 SCALE = 0.125
 
 
-@pytest.fixture(params=["host", "device", "reference"])
+@pytest.fixture(params=["host", "device", "reference", "cpu"])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     """Every backend that runs here."""
+    if request.param == "cpu":
+        return cpu_backend()
     return ReferenceBackend() if request.param == "reference" else MlxBackend(request.param)
 
 
@@ -186,7 +188,12 @@ def test_runs_ascend() -> None:
 def test_a_tail_is_the_same_in_its_own_arrays(
     backend: AttentionBackend, name: str, tokens: int, tail: int, on_device: bool
 ) -> None:
-    """The same bits whether the tail is in a frame or in numpy or mlx arrays; what lies beyond it is never read."""
+    """The same bits whether the tail is in a frame or in numpy or mlx arrays; what lies beyond it is never read.
+
+    Compiled kernels take a tail apart as a segment of its own and merge, which rounds differently; pools in host memory
+    keep tails in frames.
+    """
+    tolerance = 1e-5 if backend.name == "cpu" else 0.0
     pages = Pages()
     segment = pages.segment(tokens, name)
     results = []
@@ -195,8 +202,8 @@ def test_a_tail_is_the_same_in_its_own_arrays(
         seen = each()
         results.append([attend(backend, pages, q, (seen,)) for q in queries])
     for framed, apart in zip(*results, strict=True):
-        np.testing.assert_array_equal(np.array(framed.out), np.array(apart.out))
-        np.testing.assert_array_equal(np.array(framed.lse), np.array(apart.lse))
+        np.testing.assert_allclose(np.array(framed.out), np.array(apart.out), rtol=0, atol=tolerance)
+        np.testing.assert_allclose(np.array(framed.lse), np.array(apart.lse), rtol=0, atol=tolerance)
 
 
 def test_interleaved_segments_have_tails(backend: AttentionBackend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import mlx.core as mx
@@ -18,6 +19,9 @@ from kvd.attention import (
 )
 from kvd.attention.select import ATTENTION_CHOICES, BACKENDS, ShapeProbe, select_backend, self_test
 from kvd.quant.spec import named_format
+
+ON_LINUX_CPU = sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu
+FIRST = "cpu" if ON_LINUX_CPU else "mlx"
 
 
 def probe(name: str = "q4", window: int | None = None) -> ShapeProbe:
@@ -61,13 +65,15 @@ class Crashing(MlxBackend):
         raise RuntimeError("no such instruction")
 
 
-def test_auto_takes_the_fastest_right_one_silently() -> None:
-    """Auto picks `mlx` when it passes on all shapes, with no notice."""
+def test_auto_takes_the_first_right_one_silently() -> None:
+    """Auto picks compiled kernels on a Linux CPU, else `mlx`, when they pass on all shapes, with no notice."""
     choice = select_backend("auto", [probe(), probe("q4c"), probe("k8v4", window=100)])
-    assert (choice.backend.name, choice.notices) == ("mlx", ())
+    assert (choice.backend.name, choice.notices) == (FIRST, ())
 
 
-@pytest.mark.parametrize("name", [name for name in ATTENTION_CHOICES if name != "auto"])
+@pytest.mark.parametrize(
+    "name", [name for name in ATTENTION_CHOICES if name != "auto" and (name != "cpu" or ON_LINUX_CPU)]
+)
 def test_a_named_backend_is_taken(name: str) -> None:
     """A flag names any of the registry."""
     assert select_backend(name, [probe()]).backend.name == name
@@ -86,7 +92,7 @@ def test_a_broken_backend_never_serves(broken: type[MlxBackend], requested: str)
 def test_the_fallback_is_the_next_right_one() -> None:
     """After a broken one the next in order of preference is tried, not the slowest."""
     choice = select_backend("auto", [probe()], {"broken": Wrong, **BACKENDS})
-    assert choice.backend.name == "mlx"
+    assert choice.backend.name == FIRST
     assert len(choice.notices) == 1
 
 
@@ -99,7 +105,7 @@ def test_when_nothing_passes_the_reference_runs_with_a_warning() -> None:
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     """The error names what is allowed."""
-    with pytest.raises(BackendUnavailable, match="auto, mlx, reference"):
+    with pytest.raises(BackendUnavailable, match="auto, cpu, mlx, reference"):
         select_backend("gpu", [probe()])
 
 

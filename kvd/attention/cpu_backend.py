@@ -1,0 +1,307 @@
+"""The backend for Linux CPUs: compiled kernels that read packed pages in place.
+
+Decoding (a few query positions) runs `kvd.attention.cpu_decode`, which never dequantises; longer steps run
+`kvd.attention.cpu_prefill`, whose work items are spread over as many threads as BLAS has. A thread's scratch is kept
+from call to call. Results do not depend on the number of threads: an item is computed by one thread, in one order.
+
+May import mlx, numpy, kvd.native, kvd.quant, kvd.attention.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from kvd.attention.cpu_decode import DecodeShape, decode_kernel, side_shape
+from kvd.attention.cpu_prefill import PrefillShape, prefill_kernel
+from kvd.attention.interface import (
+    AttentionOutput,
+    HostPages,
+    PageSource,
+    Row,
+    Run,
+    Segment,
+    TailArrays,
+    host_pages,
+    merge,
+    with_sinks,
+)
+from kvd.attention.masks import positions_of
+from kvd.native.blas import blas
+from kvd.native.mathematics import LOG2_E
+from kvd.quant.spec import PAGE_TOKENS, LayerFormat
+
+DECODE_QUERIES: Final = 2
+"""Up to so many query positions the decode kernel is asked for each; beyond, dequantising once is cheaper."""
+
+DECODE_ROWS: Final = 8
+"""Query heads of one decode call at most: more do not fit the registers."""
+
+PREFILL_ROWS: Final = 512
+"""Queries of a prefill work item at most, all heads: their scores over a page are half a megabyte."""
+
+MAX_BLOCK: Final = 128
+"""Query positions of a prefill work item at most."""
+
+PARALLEL_QUERIES: Final = 32
+"""From so many query positions on a step is spread over threads; starting one costs about 50 us."""
+
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+
+
+class _Pages(NamedTuple):
+    """Pages of one segment as kernels see them.
+
+    Attributes:
+        table: int64 [kv_heads, pages, 6], addresses of k codes, scales, biases, v codes, scales, biases.
+        kv_heads: KV heads.
+        v_dim: width of a value.
+        held: arrays that must live as long as the addresses are used.
+    """
+
+    table: Integers
+    kv_heads: int
+    v_dim: int
+    held: tuple[Any, ...]
+
+
+class CpuBackend:
+    """Attention over pages in host memory by compiled kernels (implements `AttentionBackend`).
+
+    Owner: the engine thread.
+
+    Raises:
+        KernelUnavailable: no BLAS, or a processor without fused multiply-add.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._blas = blas()
+        self._threads = self._blas.threads if self._blas.can_change_threads else 1
+        self._scratch: dict[int, Floats] = {}
+
+    def attend(
+        self,
+        pages: PageSource,
+        queries: mx.array,
+        *,
+        layer_index: int,
+        rows: Sequence[Row],
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> AttentionOutput:
+        """See `AttentionBackend.attend`."""
+        host = host_pages(pages)
+        results: list[AttentionOutput] = []
+        for index, row in enumerate(rows):
+            one = queries if len(rows) == 1 else queries[index : index + 1]
+            parts = [
+                self._attend_segment(host, one, layer_index, row.query_start, segment, scale, window)
+                for whole in row.segments
+                for segment in _split(whole)
+            ]
+            results.append(with_sinks(merge(parts), sinks) if len(parts) > 1 or sinks is not None else parts[0])
+        if len(results) == 1:
+            return results[0]
+        return AttentionOutput(mx.concatenate([r.out for r in results]), mx.concatenate([r.lse for r in results]))
+
+    def _attend_segment(
+        self,
+        host: HostPages,
+        queries: mx.array,
+        layer_index: int,
+        query_start: int,
+        segment: Segment,
+        scale: float,
+        window: int | None,
+    ) -> AttentionOutput:
+        """One row over one segment: queries mx [1, heads, L, k_dim]; no sinks."""
+        conditioned = queries if segment.conditioning is None else segment.conditioning.condition_queries(queries)
+        q = _host_array(conditioned)
+        pages = _pages(host, segment, layer_index)
+        low, high = _visible(segment, query_start, q.shape[1], window)
+        run = self._decode if q.shape[1] <= DECODE_QUERIES else self._prefill
+        out, top, total = run(pages, segment.layer_format, q, low, high, scale * LOG2_E)
+        with np.errstate(divide="ignore"):
+            lse = (top + np.log2(total)) * np.float32(math.log(2))
+        made = mx.array(lse)[None]
+        if segment.conditioning is not None:
+            made = made + scale * segment.conditioning.centre_term(queries)
+        return AttentionOutput(mx.array(out)[None].astype(queries.dtype), made)
+
+    def _decode(
+        self, pages: _Pages, layer_format: LayerFormat, q: Floats, low: Integers, high: Integers, factor: float
+    ) -> tuple[Floats, Floats, Floats]:
+        """Output [heads, L, v_dim], greatest scores and sums [heads, L], position by position."""
+        heads, length, k_dim = q.shape
+        repeats = heads // pages.kv_heads
+        rows = next(n for n in range(min(repeats, DECODE_ROWS), 0, -1) if repeats % n == 0)
+        k, v = layer_format.k, layer_format.v
+        shape = DecodeShape(side_shape(k.bits, k.group, k_dim), side_shape(v.bits, v.group, pages.v_dim), rows)
+        kernel, scratch = decode_kernel(shape), self._scratch_of(0, shape.scratch_floats).ctypes.data
+        out = np.empty((length, heads, pages.v_dim), np.float32)
+        top = np.empty((length, heads), np.float32)
+        total = np.empty((length, heads), np.float32)
+        for i in range(length):
+            one = np.ascontiguousarray(q[:, i])
+            first, stop = int(low[i]) // PAGE_TOKENS, -(-int(high[i]) // PAGE_TOKENS)
+            begins = np.arange(first, stop) * PAGE_TOKENS
+            seen = np.stack([np.maximum(low[i] - begins, 0), np.minimum(high[i] - begins, PAGE_TOKENS)], axis=1)
+            for at in range(0, heads, rows):
+                kernel(
+                    stop - first,
+                    pages.table[at // repeats, first:].ctypes.data,
+                    seen.ctypes.data,
+                    one[at:].ctypes.data,
+                    factor,
+                    scratch,
+                    out[i, at:].ctypes.data,
+                    top[i, at:].ctypes.data,
+                    total[i, at:].ctypes.data,
+                )
+        return out.swapaxes(0, 1), top.T, total.T
+
+    def _prefill(
+        self, pages: _Pages, layer_format: LayerFormat, q: Floats, low: Integers, high: Integers, factor: float
+    ) -> tuple[Floats, Floats, Floats]:
+        """Output [heads, L, v_dim], greatest scores and sums [heads, L]."""
+        heads, length, k_dim = q.shape
+        repeats = heads // pages.kv_heads
+        block = max(1, min(MAX_BLOCK, PREFILL_ROWS // repeats))
+        k, v = layer_format.k, layer_format.v
+        sides = side_shape(k.bits, k.group, k_dim), side_shape(v.bits, v.group, pages.v_dim)
+        shape = PrefillShape(*sides, repeats, block)
+        kernel = prefill_kernel(shape)
+        out = np.empty((heads, length, pages.v_dim), np.float32)
+        top, total = np.empty((heads, length), np.float32), np.empty((heads, length), np.float32)
+        items = pages.kv_heads * -(-length // block)
+        threads = min(self._threads, items) if length >= PARALLEL_QUERIES else 1
+
+        def work(thread: int) -> None:
+            kernel(
+                thread,
+                items,
+                threads,
+                length,
+                pages.table.shape[1],
+                pages.table.ctypes.data,
+                low.ctypes.data,
+                high.ctypes.data,
+                q.ctypes.data,
+                q.strides[0] // 4,
+                q.strides[1] // 4,
+                factor,
+                scratch[thread],
+                out.ctypes.data,
+                top.ctypes.data,
+                total.ctypes.data,
+                self._blas.sgemm,
+            )
+
+        scratch = [self._scratch_of(thread, shape.scratch_floats).ctypes.data for thread in range(threads)]
+        with self._blas.one_thread():
+            others = [threading.Thread(target=work, args=(thread,)) for thread in range(1, threads)]
+            for other in others:
+                other.start()
+            work(0)
+            for other in others:
+                other.join()
+        return out, top, total
+
+    def _scratch_of(self, thread: int, floats: int) -> Floats:
+        """A thread's scratch; what is in it means nothing."""
+        held = self._scratch.get(thread)
+        if held is None or held.size < floats:
+            held = self._scratch[thread] = np.empty(floats, np.float32)
+        return held
+
+
+def _host_array(queries: mx.array) -> Floats:
+    """mx [1, heads, L, dim] as float32 numpy [heads, L, dim] whose last axis is contiguous; a view where possible."""
+    queries = queries.astype(mx.float32)
+    mx.eval(queries)
+    array: Floats = np.array(queries, copy=False)[0]
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def _split(segment: Segment) -> list[Segment]:
+    """The tokens in frames and those in an open tail, as segments of their own; parts without tokens are left out."""
+    if segment.tail is None or not segment.tail.tokens:
+        return [replace(segment, tail=None)] if segment.tokens else []
+    paged, rest = _cut_runs(segment.runs, segment.paged_tokens)
+    parts = [replace(segment, runs=paged, tail=None)] if segment.paged_tokens else []
+    return [*parts, replace(segment, block_table=(), runs=rest)]
+
+
+def _cut_runs(runs: Sequence[Run], tokens: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """The runs of the first `tokens` tokens and those of the others."""
+    before: list[Run] = []
+    after: list[Run] = []
+    for start, count in runs:
+        here = min(max(tokens, 0), count)
+        before += [Run(start, here)] if here else []
+        after += [Run(start + here, count - here)] if count > here else []
+        tokens -= here
+    return tuple(before), tuple(after)
+
+
+def _pages(host: HostPages, segment: Segment, layer_index: int) -> _Pages:
+    """Addresses of the pages of a part of a segment (see `_split`)."""
+    if segment.tail is not None:
+        arrays = _padded(segment.tail)
+        kv_heads, v_dim = len(arrays[3]), arrays[3].shape[2] * 32 // segment.layer_format.v.bits
+        strides = np.array([array.strides for array in arrays], np.int64)
+        heads = np.array([array.ctypes.data for array in arrays]) + np.arange(kv_heads)[:, None] * strides[:, 0]
+        begins = np.arange(0, arrays[0].shape[1], PAGE_TOKENS)[:, None] * strides[:, 1]
+        return _Pages(np.ascontiguousarray(heads[:, None] + begins), kv_heads, v_dim, tuple(arrays))
+    frames = segment.block_table[: -(-segment.tokens // PAGE_TOKENS)]
+    layout = host.layout(frames[0])
+    at = 6 * layout.layer_indices.index(layer_index)
+    tensors = layout.tensors[at : at + 6]
+    bases = np.array([host.address(frame) for frame in frames], np.int64)
+    places = np.array([tensor.offset_bytes for tensor in tensors], np.int64)
+    lengths = np.array([tensor.tensor_bytes // layout.kv_heads for tensor in tensors], np.int64)
+    heads = places + np.arange(layout.kv_heads)[:, None] * lengths
+    return _Pages(np.ascontiguousarray(bases[:, None] + heads[:, None]), layout.kv_heads, layout.v_dim, ())
+
+
+def _padded(tail: TailArrays) -> list[npt.NDArray[Any]]:
+    """A tail's six arrays, as long as whole pages: kernels read whole blocks of tokens."""
+    arrays: list[npt.NDArray[Any]] = []
+    for side in (tail.k, tail.v):
+        for part in side:
+            source = np.array(part)[:, : tail.tokens]
+            tokens = -(-tail.tokens // PAGE_TOKENS) * PAGE_TOKENS
+            page = np.zeros((source.shape[0], tokens, source.shape[2]), source.dtype)
+            page[:, : tail.tokens] = source
+            arrays.append(page)
+    return arrays
+
+
+def _visible(segment: Segment, query_start: int, queries: int, window: int | None) -> tuple[Integers, Integers]:
+    """Which of the segment's tokens each query sees: int64 [queries] first and one past the last.
+
+    Positions ascend within a segment, so what a query sees is one range of its tokens.
+    """
+    positions = np.arange(query_start, query_start + queries, dtype=np.int64)
+    oldest = positions - (window - 1) if window is not None else np.zeros_like(positions)
+    if len(segment.runs) == 1:
+        start, tokens = segment.runs[0]
+        high = np.clip(positions + 1 - start, 0, tokens)
+        return np.minimum(np.maximum(oldest - start, 0), high), high
+    known = positions_of(segment.runs)
+    high = np.searchsorted(known, positions, "right").astype(np.int64)
+    return np.minimum(np.searchsorted(known, oldest).astype(np.int64), high), high
+
+
+__all__ = ["CpuBackend"]
