@@ -13,17 +13,17 @@ from functools import partial
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
 from kvd.attention.select import ATTENTION_CHOICES, select_backend
-from kvd.config import Settings
+from kvd.config import DEFAULT_QUOTA_BYTES, Settings
 from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
 from kvd.ids import PageId
-from kvd.model import dispatch
+from kvd.model import cpu_assist, dispatch
 from kvd.model.forward import limit_buffer_cache, stated_scratch_bytes
 from kvd.model.loader import LoadedModel, load
 from kvd.model.probes import probes_for
 from kvd.model.registry import resolve
 from kvd.model.spec import CacheGroup, ModelCacheSpec
-from kvd.ops.device import clamp_budget, clamp_quota, device_facts
+from kvd.ops.device import Clamped, clamp_budget, clamp_quota, device_facts
 from kvd.quant.spec import PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
 from kvd.scheduler.core import NUMERICS, EngineCore
@@ -84,6 +84,8 @@ class Assembly:
         report = recover(folder, fingerprint, layouts, folder.fs)
         self._tell_recovery(report)
         backend = self._choose_backend(loaded.spec, formats, report)
+        assisted = cpu_assist.install(loaded.model) if backend.name == "cpu" else ()
+        self._facts["cpu_assist"] = list(assisted)
         budget_bytes, quota_bytes = self._clamp(loaded, report)
         swap = SwapThread(
             folder=folder,
@@ -170,6 +172,9 @@ class Assembly:
         reserved = loaded.weights_bytes + stated_scratch_bytes(loaded.spec)
         budget = clamp_budget(self._settings.budget_bytes, facts, reserved_bytes=reserved)
         quota = clamp_quota(self._settings.quota_bytes, facts, used_bytes=report.used_bytes)
+        if quota.reason is not None and self._settings.quota_bytes == DEFAULT_QUOTA_BYTES:
+            self._log("quota", level="info", text=quota.reason)  # nobody asked for the default: no cause for a warning
+            quota = Clamped(quota.granted_bytes, None)
         self._notices += [clamped.reason for clamped in (budget, quota) if clamped.reason is not None]
         if budget.granted_bytes < 1:
             raise EnvironmentFault(f"no memory is left for KV pages: {budget.reason}")

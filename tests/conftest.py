@@ -16,10 +16,14 @@ from kvd import launcher
 
 launcher.prepare()
 
+import platformdirs  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.support.leaks import Inventory  # noqa: E402
 from tests.support.network import GUARDED_METHODS  # noqa: E402
+
+# kernels are kept between runs, but not in the user's own folder
+os.environ.setdefault("KVD_KERNEL_CACHE", str(platformdirs.user_cache_path("kvd-tests", appauthor=False) / "kernels"))
 
 
 def pytest_report_header() -> list[str]:
@@ -62,7 +66,9 @@ def daemon_env(short_tmp: Path) -> dict[str, str]:
     """Environment for a daemon under test: one BLAS thread, folders of its own, no settings of the user's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
     folders = {"KVD_DATA_DIR": str(short_tmp / "data"), "KVD_SOCKET": str(short_tmp / "run" / "kvd.sock")}
-    shared = {name: os.environ[name] for name in ("KVD_BLAS", "KVD_MODEL_DIR") if name in os.environ}
+    shared = {
+        name: os.environ[name] for name in ("KVD_BLAS", "KVD_KERNEL_CACHE", "KVD_MODEL_DIR") if name in os.environ
+    }
     return kept | shared | folders | {"KVD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

@@ -78,7 +78,7 @@ LAYERS = {
     "kvd.attention": Row("kvd.ids kvd.errors kvd.native kvd.quant kvd.store.frame_pool", "mlx numpy"),
     # The only door to mlx_lm.
     "kvd.model": Row(
-        "kvd.ids kvd.errors kvd.quant kvd.vm.text kvd.attention kvd.store.frame_pool",
+        "kvd.ids kvd.errors kvd.native kvd.quant kvd.vm.text kvd.attention kvd.store.frame_pool",
         "gguf huggingface_hub jinja2 mlx mlx_lm numpy platformdirs rich safetensors tokenizers transformers",
     ),
     "kvd.model.spec": Row("kvd.ids kvd.errors kvd.quant.spec", pure=True),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -50,8 +50,10 @@ PREFILL_ROWS: Final = 512
 MAX_BLOCK: Final = 128
 """Query positions of a prefill work item at most."""
 
-PARALLEL_QUERIES: Final = 32
-"""From so many query positions on a step is spread over threads; starting one costs about 50 us."""
+PARALLEL_PRODUCTS: Final = 32 * 512
+"""From so many pairs of query and token on a step is spread over threads; starting one takes about 50 us."""
+
+_LN_2: Final = np.float32(math.log(2))
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
@@ -79,7 +81,7 @@ class CpuBackend:
     Owner: the engine thread.
 
     Raises:
-        KernelUnavailable: no BLAS, or a processor without fused multiply-add.
+        KernelUnavailable: no BLAS; a processor that cannot run the kernels shows at the first `attend`.
     """
 
     name = "cpu"
@@ -88,6 +90,8 @@ class CpuBackend:
         self._blas = blas()
         self._threads = self._blas.threads if self._blas.can_change_threads else 1
         self._scratch: dict[int, Floats] = {}
+        self._places: dict[tuple[str, int], Integers] = {}
+        self._kernels: dict[Any, tuple[Callable[..., None], Floats]] = {}
 
     def attend(
         self,
@@ -128,53 +132,126 @@ class CpuBackend:
         """One row over one segment: queries mx [1, heads, L, k_dim]; no sinks."""
         conditioned = queries if segment.conditioning is None else segment.conditioning.condition_queries(queries)
         q = _host_array(conditioned)
-        pages = _pages(host, segment, layer_index)
-        low, high = _visible(segment, query_start, q.shape[1], window)
-        run = self._decode if q.shape[1] <= DECODE_QUERIES else self._prefill
-        out, top, total = run(pages, segment.layer_format, q, low, high, scale * LOG2_E)
-        with np.errstate(divide="ignore"):
-            lse = (top + np.log2(total)) * np.float32(math.log(2))
-        made = mx.array(lse)[None]
+        out, top, total = self._run(host, q, layer_index, query_start, segment, scale, window)
+        seen = total > 0
+        lse = np.where(seen, top + np.log2(np.where(seen, total, np.float32(1))), -np.inf) * _LN_2
+        made = mx.array(lse[None])
         if segment.conditioning is not None:
             made = made + scale * segment.conditioning.centre_term(queries)
-        return AttentionOutput(mx.array(out)[None].astype(queries.dtype), made)
+        answer = mx.array(out[None]).swapaxes(1, 2)
+        return AttentionOutput(answer if queries.dtype == mx.float32 else answer.astype(queries.dtype), made)
+
+    def attend_host(
+        self,
+        pages: PageSource,
+        queries: Floats,
+        *,
+        layer_index: int,
+        query_start: int,
+        segment: Segment,
+        scale: float,
+        window: int | None = None,
+    ) -> Floats:
+        """`attend` for one sequence of one segment, from numpy to numpy.
+
+        Args:
+            pages: the pool.
+            queries: float32 [L, heads, k_dim], after RoPE, conditioned already if the segment's keys are.
+            layer_index: index of the layer in the model.
+            query_start: position of the first query.
+            segment: everything the queries may see; no open tail of its own.
+            scale: factor of the scores.
+            window: tokens a query sees, itself included; None for all before it.
+
+        Returns:
+            float32 [L, heads, v_dim], which the next call may overwrite.
+        """
+        q = queries.swapaxes(0, 1)
+        return self._run(host_pages(pages), q, layer_index, query_start, segment, scale, window)[0]
+
+    def _run(
+        self,
+        host: HostPages,
+        q: Floats,
+        layer_index: int,
+        query_start: int,
+        segment: Segment,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Floats, Floats, Floats]:
+        """Queries float32 [heads, L, k_dim] to output [L, heads, v_dim], greatest scores and sums [heads, L]."""
+        pages = self._pages(host, segment, layer_index)
+        low, high = _visible(segment, query_start, q.shape[1], window)
+        run = self._decode if q.shape[1] <= DECODE_QUERIES else self._prefill
+        return run(pages, segment.layer_format, q, low, high, scale * LOG2_E)
+
+    def _pages(self, host: HostPages, segment: Segment, layer_index: int) -> _Pages:
+        """Addresses of the pages of a part of a segment (see `_split`)."""
+        if segment.tail is not None:
+            return _tail_pages(segment)
+        frames = segment.block_table[: -(-segment.tokens // PAGE_TOKENS)]
+        layout = host.layout(frames[0])
+        key = (layout.format_id, layer_index)
+        places = self._places.get(key)
+        if places is None:
+            at = 6 * layout.layer_indices.index(layer_index)
+            tensors = layout.tensors[at : at + 6]
+            offsets = np.array([tensor.offset_bytes for tensor in tensors], np.int64)
+            lengths = np.array([tensor.tensor_bytes // layout.kv_heads for tensor in tensors], np.int64)
+            places = self._places[key] = offsets + np.arange(layout.kv_heads)[:, None, None] * lengths
+        bases = np.array([host.address(frame) for frame in frames], np.int64)
+        return _Pages(bases[:, None] + places, layout.kv_heads, layout.v_dim, ())
 
     def _decode(
         self, pages: _Pages, layer_format: LayerFormat, q: Floats, low: Integers, high: Integers, factor: float
     ) -> tuple[Floats, Floats, Floats]:
-        """Output [heads, L, v_dim], greatest scores and sums [heads, L], position by position."""
+        """Output [L, heads, v_dim], greatest scores and sums [heads, L], position by position."""
         heads, length, k_dim = q.shape
-        repeats = heads // pages.kv_heads
-        rows = next(n for n in range(min(repeats, DECODE_ROWS), 0, -1) if repeats % n == 0)
-        k, v = layer_format.k, layer_format.v
-        shape = DecodeShape(side_shape(k.bits, k.group, k_dim), side_shape(v.bits, v.group, pages.v_dim), rows)
-        kernel, scratch = decode_kernel(shape), self._scratch_of(0, shape.scratch_floats).ctypes.data
+        kernel, scratch = self._decode_kernel(layer_format, heads // pages.kv_heads, k_dim, pages.v_dim)
         out = np.empty((length, heads, pages.v_dim), np.float32)
-        top = np.empty((length, heads), np.float32)
-        total = np.empty((length, heads), np.float32)
+        top, total = np.empty((2, length, heads), np.float32)
         for i in range(length):
             one = np.ascontiguousarray(q[:, i])
-            first, stop = int(low[i]) // PAGE_TOKENS, -(-int(high[i]) // PAGE_TOKENS)
-            begins = np.arange(first, stop) * PAGE_TOKENS
-            seen = np.stack([np.maximum(low[i] - begins, 0), np.minimum(high[i] - begins, PAGE_TOKENS)], axis=1)
-            for at in range(0, heads, rows):
-                kernel(
-                    stop - first,
-                    pages.table[at // repeats, first:].ctypes.data,
-                    seen.ctypes.data,
-                    one[at:].ctypes.data,
-                    factor,
-                    scratch,
-                    out[i, at:].ctypes.data,
-                    top[i, at:].ctypes.data,
-                    total[i, at:].ctypes.data,
-                )
-        return out.swapaxes(0, 1), top.T, total.T
+            seen_low, seen_high = int(low[i]), int(high[i])
+            first, stop = seen_low // PAGE_TOKENS, -(-seen_high // PAGE_TOKENS)
+            if seen_low >= seen_high:
+                stop = first
+            seen = np.full((stop - first, 2), (0, PAGE_TOKENS), np.int64)
+            if stop > first:
+                seen[0, 0], seen[-1, 1] = seen_low - first * PAGE_TOKENS, seen_high - (stop - 1) * PAGE_TOKENS
+            kernel(
+                pages.kv_heads,
+                stop - first,
+                pages.table.shape[1],
+                pages.table.ctypes.data + first * pages.table.strides[1],
+                seen.ctypes.data,
+                one.ctypes.data,
+                factor,
+                scratch,
+                out[i].ctypes.data,
+                top[i].ctypes.data,
+                total[i].ctypes.data,
+            )
+        return out, top.T, total.T
+
+    def _decode_kernel(
+        self, layer_format: LayerFormat, repeats: int, k_dim: int, v_dim: int
+    ) -> tuple[Callable[..., None], int]:
+        """The kernel of a shape and the address of its scratch."""
+        key = (layer_format, repeats, k_dim, v_dim)
+        found = self._kernels.get(key)
+        if found is None:
+            rows = next(n for n in range(min(repeats, DECODE_ROWS), 0, -1) if repeats % n == 0)
+            k, v = layer_format.k, layer_format.v
+            shape = DecodeShape(side_shape(k.bits, k.group, k_dim), side_shape(v.bits, v.group, v_dim), rows, repeats)
+            scratch = np.empty(shape.scratch_floats, np.float32)
+            found = self._kernels[key] = (decode_kernel(shape), scratch)
+        return found[0], found[1].ctypes.data
 
     def _prefill(
         self, pages: _Pages, layer_format: LayerFormat, q: Floats, low: Integers, high: Integers, factor: float
     ) -> tuple[Floats, Floats, Floats]:
-        """Output [heads, L, v_dim], greatest scores and sums [heads, L]."""
+        """Output [L, heads, v_dim], greatest scores and sums [heads, L]."""
         heads, length, k_dim = q.shape
         repeats = heads // pages.kv_heads
         block = max(1, min(MAX_BLOCK, PREFILL_ROWS // repeats))
@@ -182,10 +259,11 @@ class CpuBackend:
         sides = side_shape(k.bits, k.group, k_dim), side_shape(v.bits, v.group, pages.v_dim)
         shape = PrefillShape(*sides, repeats, block)
         kernel = prefill_kernel(shape)
-        out = np.empty((heads, length, pages.v_dim), np.float32)
+        out = np.empty((length, heads, pages.v_dim), np.float32)
         top, total = np.empty((heads, length), np.float32), np.empty((heads, length), np.float32)
         items = pages.kv_heads * -(-length // block)
-        threads = min(self._threads, items) if length >= PARALLEL_QUERIES else 1
+        is_long = length * pages.table.shape[1] * PAGE_TOKENS >= PARALLEL_PRODUCTS
+        threads = min(self._threads, items) if is_long else 1
 
         def work(thread: int) -> None:
             kernel(
@@ -193,6 +271,7 @@ class CpuBackend:
                 items,
                 threads,
                 length,
+                heads,
                 pages.table.shape[1],
                 pages.table.ctypes.data,
                 low.ctypes.data,
@@ -210,12 +289,7 @@ class CpuBackend:
 
         scratch = [self._scratch_of(thread, shape.scratch_floats).ctypes.data for thread in range(threads)]
         with self._blas.one_thread():
-            others = [threading.Thread(target=work, args=(thread,)) for thread in range(1, threads)]
-            for other in others:
-                other.start()
-            work(0)
-            for other in others:
-                other.join()
+            _run_threads(work, threads)
         return out, top, total
 
     def _scratch_of(self, thread: int, floats: int) -> Floats:
@@ -224,6 +298,34 @@ class CpuBackend:
         if held is None or held.size < floats:
             held = self._scratch[thread] = np.empty(floats, np.float32)
         return held
+
+
+def _run_threads(work: Callable[[int], None], threads: int) -> None:
+    """`work` for each number below `threads`, one of them here; all have ended on return.
+
+    Raises:
+        BaseException: the first that any of them raised.
+    """
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    others = [threading.Thread(target=guarded, args=(number,), name="kvd-attention") for number in range(1, threads)]
+    started: list[threading.Thread] = []
+    try:
+        for other in others:
+            other.start()
+            started.append(other)
+        guarded(0)
+    finally:
+        for other in started:
+            other.join()
+    if failures:
+        raise failures[0]
 
 
 def _host_array(queries: mx.array) -> Floats:
@@ -236,7 +338,9 @@ def _host_array(queries: mx.array) -> Floats:
 
 def _split(segment: Segment) -> list[Segment]:
     """The tokens in frames and those in an open tail, as segments of their own; parts without tokens are left out."""
-    if segment.tail is None or not segment.tail.tokens:
+    if segment.tail is None:
+        return [segment] if segment.runs and segment.tokens else []
+    if not segment.tail.tokens:
         return [replace(segment, tail=None)] if segment.tokens else []
     paged, rest = _cut_runs(segment.runs, segment.paged_tokens)
     parts = [replace(segment, runs=paged, tail=None)] if segment.paged_tokens else []
@@ -255,24 +359,15 @@ def _cut_runs(runs: Sequence[Run], tokens: int) -> tuple[tuple[Run, ...], tuple[
     return tuple(before), tuple(after)
 
 
-def _pages(host: HostPages, segment: Segment, layer_index: int) -> _Pages:
-    """Addresses of the pages of a part of a segment (see `_split`)."""
-    if segment.tail is not None:
-        arrays = _padded(segment.tail)
-        kv_heads, v_dim = len(arrays[3]), arrays[3].shape[2] * 32 // segment.layer_format.v.bits
-        strides = np.array([array.strides for array in arrays], np.int64)
-        heads = np.array([array.ctypes.data for array in arrays]) + np.arange(kv_heads)[:, None] * strides[:, 0]
-        begins = np.arange(0, arrays[0].shape[1], PAGE_TOKENS)[:, None] * strides[:, 1]
-        return _Pages(np.ascontiguousarray(heads[:, None] + begins), kv_heads, v_dim, tuple(arrays))
-    frames = segment.block_table[: -(-segment.tokens // PAGE_TOKENS)]
-    layout = host.layout(frames[0])
-    at = 6 * layout.layer_indices.index(layer_index)
-    tensors = layout.tensors[at : at + 6]
-    bases = np.array([host.address(frame) for frame in frames], np.int64)
-    places = np.array([tensor.offset_bytes for tensor in tensors], np.int64)
-    lengths = np.array([tensor.tensor_bytes // layout.kv_heads for tensor in tensors], np.int64)
-    heads = places + np.arange(layout.kv_heads)[:, None] * lengths
-    return _Pages(np.ascontiguousarray(bases[:, None] + heads[:, None]), layout.kv_heads, layout.v_dim, ())
+def _tail_pages(segment: Segment) -> _Pages:
+    """Addresses of an open tail outside the pool, copied into whole pages."""
+    assert segment.tail is not None
+    arrays = _padded(segment.tail)
+    kv_heads, v_dim = len(arrays[3]), arrays[3].shape[2] * 32 // segment.layer_format.v.bits
+    strides = np.array([array.strides for array in arrays], np.int64)
+    heads = np.array([array.ctypes.data for array in arrays]) + np.arange(kv_heads)[:, None] * strides[:, 0]
+    begins = np.arange(0, arrays[0].shape[1], PAGE_TOKENS)[:, None] * strides[:, 1]
+    return _Pages(np.ascontiguousarray(heads[:, None] + begins), kv_heads, v_dim, tuple(arrays))
 
 
 def _padded(tail: TailArrays) -> list[npt.NDArray[Any]]:
@@ -294,10 +389,10 @@ def _visible(segment: Segment, query_start: int, queries: int, window: int | Non
     Positions ascend within a segment, so what a query sees is one range of its tokens.
     """
     positions = np.arange(query_start, query_start + queries, dtype=np.int64)
-    oldest = positions - (window - 1) if window is not None else np.zeros_like(positions)
+    oldest = np.zeros(queries, np.int64) if window is None else positions - (window - 1)
     if len(segment.runs) == 1:
         start, tokens = segment.runs[0]
-        high = np.clip(positions + 1 - start, 0, tokens)
+        high = np.minimum(np.maximum(positions + (1 - start), 0), tokens)
         return np.minimum(np.maximum(oldest - start, 0), high), high
     known = positions_of(segment.runs)
     high = np.searchsorted(known, positions, "right").astype(np.int64)

@@ -1,4 +1,4 @@
-"""The decode kernel: a few query rows over packed pages, never dequantised (one KV head, one query position).
+"""The decode kernel: one query position over packed pages that are never dequantised.
 
 Theory of operation. For each page: scores straight from the packed keys, an online softmax over the page (base 2), and
 the packed values summed with the weights. What makes it fast:
@@ -87,12 +87,14 @@ class DecodeShape:
     Attributes:
         k: keys.
         v: values.
-        rows: query heads of the KV head that one call computes.
+        rows: query heads of a KV head that are computed together.
+        repeats: query heads of a KV head, a multiple of `rows`.
     """
 
     k: SideShape
     v: SideShape
     rows: int
+    repeats: int
 
     @property
     def lanes(self) -> int:
@@ -110,7 +112,8 @@ class _Scratch:
 
     def __init__(self, shape: DecodeShape) -> None:
         k, v, rows, lanes = shape.k, shape.v, shape.rows, shape.lanes
-        self.query_row = k.words + lanes  # cyclic: any vector of a token's words can be loaded whole
+        # cyclic, in whole rounds: any vector of a token's words can be loaded whole
+        self.query_row = -(-(k.words + lanes) // k.words) * k.words
         self.sum_row = k.groups + lanes
         self.query = 0
         self.sums = self.query + rows * k.codes * self.query_row
@@ -125,7 +128,9 @@ class _Scratch:
 
 
 ARGUMENTS: Final = {
+    "heads": Integer,
     "pages": Integer,
+    "table_row": Integer,
     "table": Address,
     "seen": Address,
     "query": Address,
@@ -137,14 +142,16 @@ ARGUMENTS: Final = {
 }
 """Arguments of a decode kernel:
 
-- pages: how many.
-- table: addresses [pages, 6] of the head's k codes, scales, biases, v codes, scales, biases in each page.
+- heads: KV heads.
+- pages: pages to attend to.
+- table_row: pages of a row of the table.
+- table: addresses [heads, table_row, 6] of k codes, scales, biases, v codes, scales, biases in each page.
 - seen: int64 [pages, 2]: tokens [low, high) of each page are attended to; low < high.
-- query: float32 [rows, k_dim].
+- query: float32 [heads * repeats, k_dim].
 - factor: of the scores, times log2(e).
 - scratch: float32 [scratch_floats].
-- out: float32 [rows, v_dim], the weighted mean of the values.
-- top, total: float32 [rows], greatest score (in powers of two) and sum of the weights relative to it.
+- out: float32 [heads * repeats, v_dim], the weighted means of the values.
+- top, total: float32 [heads * repeats], greatest score (in powers of two) and sum of the weights relative to it.
 """
 
 
@@ -177,19 +184,32 @@ class _Decode:
         self.shape, self.e, self.at = shape, e, _Scratch(shape)
         self.rows, self.lanes = shape.rows, shape.lanes
         self.scratch = e.arguments["scratch"]
+        self.query = self.out = self.top = self.total = self.scratch  # of the rows at hand, set by `write`
 
     def write(self) -> None:
-        """All of it."""
+        """All heads, some rows at a time."""
+        e, shape = self.e, self.shape
+        a = e.arguments
+        rounds = shape.repeats // shape.rows
+        with e.loop(0, a["heads"] * rounds) as number:
+            first = number * shape.rows
+            self.query = e.at(a["query"], first * shape.k.dim, F32)
+            self.out = e.at(a["out"], first * shape.v.dim, F32)
+            self.top, self.total = e.at(a["top"], first, F32), e.at(a["total"], first, F32)
+            self._rows(e.at(a["table"], number // rounds * a["table_row"] * 6, PTR))
+
+    def _rows(self, table: Value) -> None:
+        """The rows at hand over all pages of their KV head."""
         e, at = self.e, self.at
         arguments = e.arguments
         self._lay_out_query()
         with e.loop(0, self.rows) as i:
-            e.store(e.constant(F32, maths.LOWEST), arguments["top"], i)
-            e.store(e.constant(F32, 0.0), arguments["total"], i)
+            e.store(e.constant(F32, maths.LOWEST), self.top, i)
+            e.store(e.constant(F32, 0.0), self.total, i)
         with e.loop(at.values, at.total) as i:
             e.store(e.constant(F32, 0.0), self.scratch, i)
         with e.loop(0, arguments["pages"]) as page:
-            addresses = [e.load(arguments["table"], page * 6 + part, PTR) for part in range(6)]
+            addresses = [e.load(table, page * 6 + part, PTR) for part in range(6)]
             low = e.load(arguments["seen"], page * 2, I64)
             high = e.load(arguments["seen"], page * 2 + 1, I64)
             first = low // self.lanes  # blocks that hold a token that is seen
@@ -207,19 +227,22 @@ class _Decode:
     def _lay_out_query(self) -> None:
         """Queries in the order of codes in words, times factor and code weight; sums of each group."""
         e, at, k = self.e, self.at, self.shape.k
-        query, factor = e.arguments["query"], e.arguments["factor"]
+        query, factor = self.query, e.arguments["factor"]
         for row in range(self.rows):
             for number in range(k.codes):
                 base = at.query + (row * k.codes + number) * at.query_row
-                with e.loop(0, at.query_row) as word:
-                    value = e.load(query, (word % k.words) * k.codes + (row * k.dim + number), F32)
-                    e.store(value * factor * maths.code_weight(number, k.bits), self.scratch, word + base)
-            with e.loop(0, at.sum_row) as lane:
-                start = (lane % k.groups) * k.group + row * k.dim
-                total = e.slot(e.constant(F32, 0.0))
-                with e.loop(start, start + k.group) as i:
-                    total.set(total.get() + e.load(query, i, F32))
-                e.store(total.get() * factor, self.scratch, lane + (at.sums + row * at.sum_row))
+                with e.loop(0, k.words) as word:
+                    value = e.load(query, word * k.codes + (row * k.dim + number), F32)
+                    value = value * factor * maths.code_weight(number, k.bits)
+                    for place in range(base, base + at.query_row, k.words):
+                        e.store(value, self.scratch, word + place)
+            width = min(self.lanes, k.group)
+            for group in range(k.groups):
+                start = row * k.dim + group * k.group
+                parts = [e.load(query, start + i, F32, width) for i in range(0, k.group, width)]
+                total = e.fold(_sum(parts)) * factor
+                for place in range(group, at.sum_row, k.groups):
+                    e.store(total, self.scratch, at.sums + row * at.sum_row + place)
 
     def _score_block(self, block: Value, codes: Value, scales: Value, biases: Value) -> None:
         """Scores of the tokens of one block, stored at the tokens' places."""
@@ -271,7 +294,7 @@ class _Decode:
     def _softmax(self, row: int, start: Value, stop: Value, low: Value, high: Value) -> None:
         """Scores of one row to weights relative to the greatest score so far; what is not seen weighs nothing."""
         e, at, lanes = self.e, self.at, self.lanes
-        top_at, total_at = e.arguments["top"], e.arguments["total"]
+        top_at, total_at = self.top, self.total
         base = e.at(self.scratch, at.scores + row * PAGE_TOKENS, F32)
         for edge_start, edge_stop in ((start, low), (high, stop)):
             with e.loop(edge_start, edge_stop) as token:
@@ -378,9 +401,11 @@ class _Decode:
     def _write_out(self) -> None:
         """Fold lanes into values, add the biases, divide by the sum of the weights."""
         e, at, v = self.e, self.at, self.shape.v
-        out = e.arguments["out"]
+        out = self.out
         for row in range(self.rows):
             base = row * v.dim
+            total_weight = e.load(self.total, row, F32)
+            inverse = e.constant(F32, 1.0) / e.maximum(total_weight, e.constant(F32, 1e-37))
             with e.loop(0, v.groups) as group:
                 total = e.slot(e.constant(F32, 0.0))
                 with e.loop(group, at.bias_row, v.groups) as lane:
@@ -390,14 +415,11 @@ class _Decode:
             for number in range(v.codes):
                 values_at = at.values + (row * v.codes + number) * at.value_row
                 weight = maths.code_weight(number, v.bits)
-                with e.loop(0, at.value_row) as lane:
-                    place = (lane % v.words) * v.codes + (base + number)
-                    value = e.load(self.scratch, lane + values_at, F32) * weight
-                    e.store(e.load(out, place, F32) + value, out, place)
-            total_weight = e.load(e.arguments["total"], row, F32)
-            inverse = e.constant(F32, 1.0) / e.maximum(total_weight, e.constant(F32, 1e-37))
-            with e.loop(base, base + v.dim) as i:
-                e.store(e.load(out, i, F32) * inverse, out, i)
+                with e.loop(0, v.words) as word:
+                    rounds = range(values_at, values_at + at.value_row, v.words)
+                    value = _sum([e.load(self.scratch, word + start, F32) for start in rounds]) * weight
+                    place = word * v.codes + (base + number)
+                    e.store((e.load(out, place, F32) + value) * inverse, out, place)
 
 
 def _sum(values: list[Value]) -> Value:

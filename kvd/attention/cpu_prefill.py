@@ -76,6 +76,7 @@ ARGUMENTS: Final = {
     "stop": Integer,
     "step": Integer,
     "length": Integer,
+    "heads": Integer,
     "pages": Integer,
     "table": Address,
     "low": Address,
@@ -95,13 +96,14 @@ ARGUMENTS: Final = {
 - first, stop, step: the work items to do; item i is KV head i / blocks and query block i mod blocks, where blocks =
   ceil(length / block).
 - length: query positions.
+- heads: query heads.
 - pages: pages of the segment.
 - table: addresses [kv_heads, pages, 6] of k codes, scales, biases, v codes, scales, biases.
 - low, high: int64 [length], ascending: query i sees tokens [low, high) of the segment; low = high for none.
 - query: float32, head h and position i at h * head_stride + i * query_stride (in floats), k_dim values.
 - factor: of the scores, times log2(e).
 - scratch: float32 [scratch_floats], the thread's own.
-- out: float32 [heads, length, v_dim], C order.
+- out: float32 [length, heads, v_dim], C order.
 - top, sum: float32 [heads, length], greatest score (in powers of two) and sum of the weights relative to it.
 - sgemm: address of `cblas_sgemm`.
 """
@@ -275,13 +277,15 @@ class _Prefill:
         with e.loop(0, shape.repeats) as repeat, e.loop(0, queries) as i:
             row = repeat * queries + i
             target = (head * shape.repeats + repeat) * self.length + start + i
+            heads = arguments["heads"]
+            place = (start + i) * heads + head * shape.repeats + repeat
             total = e.load(self.scratch, row + at.sum, F32)
             e.store(e.load(self.scratch, row + at.top, F32), arguments["top"], target)
             e.store(total, arguments["sum"], target)
             inverse = e.splat(e.constant(F32, 1.0) / e.maximum(total, e.constant(F32, 1e-37)), lanes)
             with e.loop(0, shape.v.dim, lanes) as d:
                 value = e.load(self.scratch, row * shape.v.dim + d + at.out, F32, lanes)
-                e.store(value * inverse, arguments["out"], target * shape.v.dim + d)
+                e.store(value * inverse, arguments["out"], place * shape.v.dim + d)
 
 
 def _dequantise(e: Emitter, side: SideShape, tokens: Value, source: list[Value], target: Value) -> None:

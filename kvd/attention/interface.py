@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import mlx.core as mx
 import numpy.typing as npt
@@ -158,15 +158,21 @@ class HostPages(PageSource, Protocol):
         """Where the frame's memory begins; its tensors follow as its layout says."""
 
 
+_HOST_POOLS: set[type] = set()
+"""Types of pools that were found to be in host memory."""
+
+
 def host_pages(pages: PageSource) -> HostPages:
     """Narrow a pool's handle to one in host memory.
 
     Raises:
         InternalError: the pool is not in host memory; a backend was given pages it cannot read.
     """
-    if not isinstance(pages, HostPages):
-        raise InternalError(f"pages of {type(pages).__name__} are not in host memory")
-    return pages
+    if type(pages) not in _HOST_POOLS:  # a check by protocol takes longer than a small kernel
+        if not isinstance(pages, HostPages):
+            raise InternalError(f"pages of {type(pages).__name__} are not in host memory")
+        _HOST_POOLS.add(type(pages))
+    return cast("HostPages", pages)
 
 
 class AttentionBackend(Protocol):

@@ -112,11 +112,11 @@ def select_backend(
         raise BackendUnavailable(
             f"attention must be one of {', '.join(('auto', *names))}, not {requested!r}", requested=requested
         )
-    candidates = _suitable(names) if requested == "auto" else [requested, *names[names.index(requested) + 1 :]]
+    candidates = suitable_backends(names) if requested == "auto" else [requested, *names[names.index(requested) + 1 :]]
     notices: list[str] = []
     for name in candidates:
-        backend = backends[name]()
         try:
+            backend = backends[name]()
             for probe in probes:
                 self_test(backend, probe)
         except Exception as error:  # a kernel may fail in any way; each means: not this one
@@ -127,8 +127,8 @@ def select_backend(
     return BackendChoice(ReferenceBackend(), tuple(notices))
 
 
-def _suitable(names: list[str]) -> list[str]:
-    """Backends worth trying unasked: compiled CPU kernels only where MLX computes on the CPU of a Linux machine."""
+def suitable_backends(names: Sequence[str] = tuple(BACKENDS)) -> list[str]:
+    """Those of `names` worth trying unasked: compiled kernels only where MLX computes on the CPU of a Linux machine."""
     on_cpu = mx.default_device().type == mx.DeviceType.cpu and sys.platform == "linux"
     return [name for name in names if name != "cpu" or on_cpu]
 

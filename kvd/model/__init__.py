@@ -15,6 +15,8 @@
 - `fingerprint`: the digest that keys every cached page.
 - `loader`: the only door to mlx_lm.
 - `cache`, `dispatch`, `forward`: the cache object and the attention hook that models meet, and the step that runs them.
+- `page_writer`: new keys and values into frames, by the compiled codec or numpy.
+- `cpu_assist`, `host_block`, `block_kernels`: transformer blocks that run outside mlx on Linux CPUs.
 - `probes`: the shapes that an attention backend is tested with at start.
 - `errors`: the package's errors.
 

@@ -21,7 +21,8 @@ May import mlx, numpy, kvd.attention, kvd.quant, kvd.store.frame_pool, kvd.model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,11 +33,12 @@ from kvd.attention import AttentionBackend, Row, Run, Segment, UnsupportedMask
 from kvd.errors import InternalError, InvalidParams
 from kvd.ids import FrameId
 from kvd.model.errors import UnsupportedModel
+from kvd.model.page_writer import page_writer
 from kvd.model.spec import CacheGroup, ModelCacheSpec
-from kvd.quant.codec import Encoded, encode
+from kvd.quant.codec import F32Array
 from kvd.quant.conditioning import LayerConditioning
 from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageLayout
-from kvd.store.frame_pool import FramePool, SideArrays
+from kvd.store.frame_pool import FramePool
 
 Mask = mx.array | Literal["causal"] | None
 
@@ -73,6 +75,7 @@ class KvLayerCache:
         self.layer_index = layer_index
         self._format = layer_format
         self._conditioning = conditioning
+        self._writer = page_writer(layer_format, group.layer.k_dim, group.layer.v_dim)
         self._written_tokens = 0
 
     @property
@@ -101,7 +104,7 @@ class KvLayerCache:
 
         Raises:
             InternalError: outside a step, or another number of tokens than the step announced.
-            NonFiniteValues: NaN or infinity; this layer wrote nothing.
+            NonFiniteValues: NaN or infinity; the step's tokens do not count.
         """
         batch, heads, tokens, k_dim = keys.shape
         if batch != 1:
@@ -178,24 +181,64 @@ class KvLayerCache:
         )
         return result.out
 
+    @property
+    def step_host(self) -> Callable[[F32Array, F32Array, F32Array, float], F32Array]:
+        """Writes and attends on numpy arrays (see `kvd.model.host_block.HostCache`).
+
+        Raises:
+            AttributeError: the backend works on mlx arrays only; `hasattr` tells.
+        """
+        attend = self._sequence.backend.attend_host  # type: ignore[attr-defined]  # only some have it
+        return functools.partial(self._step_host, attend)
+
+    def _step_host(
+        self, attend: Callable[..., F32Array], queries: F32Array, keys: F32Array, values: F32Array, scale: float
+    ) -> F32Array:
+        """New keys and values into the frames, then attention: [n, heads, dim] each, [n, heads, v_dim] back."""
+        start, tokens = self.offset, len(keys)
+        self._sequence.check_step(tokens)
+        if self._conditioning is not None:
+            queries = _through(self._conditioning.condition_queries, queries)
+            keys = _through(self._conditioning.condition_keys, keys)
+        if not self._sequence.replaying:
+            self._write_host(keys.swapaxes(0, 1), values.swapaxes(0, 1), start)
+        self._written_tokens = tokens
+        table, first_page = self._sequence.mapped(self._group.group_id)
+        first = first_page * PAGE_TOKENS
+        segment = Segment(table, (Run(first, self.offset - first),), self._format, self._conditioning)
+        return attend(
+            self._sequence.pool,
+            queries,
+            layer_index=self.layer_index,
+            query_start=start,
+            segment=segment,
+            scale=scale,
+            window=self._group.layer.window,
+        )
+
     def _write(self, keys: mx.array, values: mx.array, start: int) -> None:
         """Encode K and V [1, kv_heads, n, dim] and write them at positions start.., across pages."""
         if self._conditioning is not None:
             keys = self._conditioning.condition_keys(keys)
         keys, values = keys.astype(mx.float32), values.astype(mx.float32)
         mx.eval(keys, values)
-        # Views of mlx's buffers, read before anything else can run; the codec returns arrays of its own. Both sides are
-        # encoded before either is written, so a failure writes nothing.
-        encoded_keys = encode(np.array(keys, copy=False)[0], self._format.k)
-        encoded_values = encode(np.array(values, copy=False)[0], self._format.v)
+        self._write_host(_host_array(keys), _host_array(values), start)
+
+    def _write_host(self, k: F32Array, v: F32Array, start: int) -> None:
+        """Encode float32 [kv_heads, n, dim], keys conditioned, and write them at positions start.., across pages."""
         table, first_page = self._sequence.mapped(self._group.group_id)
-        end = start + keys.shape[2]
+        end = start + k.shape[1]
         for page in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
-            arrays = self._sequence.pool.layer(table[page - first_page], self.layer_index)
             low, high = max(start, page * PAGE_TOKENS), min(end, (page + 1) * PAGE_TOKENS)
-            source, target = slice(low - start, high - start), slice(low % PAGE_TOKENS, (high - 1) % PAGE_TOKENS + 1)
-            _store(arrays.k, target, encoded_keys, source)
-            _store(arrays.v, target, encoded_values, source)
+            part = slice(low - start, high - start)
+            self._writer.write(
+                self._sequence.pool,
+                table[page - first_page],
+                self.layer_index,
+                k[:, part],
+                v[:, part],
+                low % PAGE_TOKENS,
+            )
 
 
 class SequenceCache:
@@ -373,11 +416,15 @@ class SequenceCache:
                 )
 
 
-def _store(arrays: SideArrays, target: slice, encoded: Encoded, source: slice) -> None:
-    """Write encoded tokens `source` to tokens `target` of a frame."""
-    arrays.codes[:, target] = encoded.codes[:, source]
-    arrays.scales[:, target] = encoded.scales[:, source]
-    arrays.biases[:, target] = encoded.biases[:, source]
+def _through(operator: Callable[[mx.array], mx.array], x: F32Array) -> F32Array:
+    """A conditioning operator on float32 [n, heads, dim]."""
+    return np.ascontiguousarray(np.array(operator(mx.array(x.swapaxes(0, 1)[None])))[0].swapaxes(0, 1))
+
+
+def _host_array(x: mx.array) -> F32Array:
+    """Evaluated float32 mx [1, heads, n, dim] as numpy [heads, n, dim]: a view of mlx's buffer, read at once."""
+    array: F32Array = np.array(x, copy=False)[0]
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
 
 
 def _operators(

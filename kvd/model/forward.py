@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from kvd.model import cpu_assist
 from kvd.model.cache import SequenceCache
 from kvd.model.spec import ModelCacheSpec
 
@@ -44,10 +45,12 @@ class Forward:
 
     Args:
         model: an mlx-lm model whose text part is `model.model` (embeddings, layers, norm).
+        assisted: project by a matrix-vector product where that can be (`kvd.model.cpu_assist`).
     """
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401  the mlx door
+    def __init__(self, model: Any, *, assisted: bool = False) -> None:  # noqa: ANN401  the mlx door
         self._model = model
+        self.assisted = assisted
 
     def step(
         self, sequence: SequenceCache, ids: Sequence[int], *, wants_logits: bool
@@ -72,7 +75,10 @@ class Forward:
         hidden = self._model.model(mx.array([list(ids)], dtype=mx.int32), cache=sequence.layer_caches)
         if not wants_logits:
             return None  # each layer's KV was written when the model handed it over; the rest is never evaluated
-        out = project(self._model, hidden[:, -1:]).astype(mx.float32)
+        last = hidden[:, -1:]
+        if self.assisted and (logits := cpu_assist.project_last(self._model, last)) is not None:
+            return logits
+        out = project(self._model, last).astype(mx.float32)
         mx.eval(out)
         # a copy: the array's buffer goes back to MLX, and hooks write into the logits
         return np.array(out[0, 0])

@@ -3,6 +3,7 @@
 - `emit`: loops, vectors and arithmetic over llvmlite's IR builder.
 - `mathematics`: what kernels share: exponentials, bf16, packed codes.
 - `build`: compile, keep, link, call.
+- `products`: a few rows times a matrix, at the speed of memory.
 - `blas`: the process's BLAS, for kernels to call.
 - `errors`: the package's error.
 

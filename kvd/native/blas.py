@@ -1,4 +1,4 @@
-"""The BLAS that `kvd.launcher` loaded, as addresses that kernels call, and control over its threads.
+"""The BLAS that `kvd.launcher` loaded, as an address that kernels call, and control over its threads.
 
 May import kvd.launcher and kvd.native.errors.
 """
@@ -22,12 +22,10 @@ class Blas:
 
     Attributes:
         sgemm: address of `cblas_sgemm`.
-        sgemv: address of `cblas_sgemv`.
         threads: threads it uses for one product.
     """
 
     sgemm: int
-    sgemv: int
     threads: int
     _set_threads: Any
 
@@ -61,15 +59,14 @@ def blas() -> Blas:
         raise KernelUnavailable("no BLAS was loaded for this process")
     library = ctypes.CDLL(launch.path)
     try:
-        sgemm, sgemv = (ctypes.cast(getattr(library, f"cblas_{name}"), ctypes.c_void_p) for name in ("sgemm", "sgemv"))
+        sgemm = ctypes.cast(library.cblas_sgemm, ctypes.c_void_p)
     except AttributeError as error:
         raise KernelUnavailable(f"{launch.path} lacks a function: {error}") from None
     setter = getattr(library, "openblas_set_num_threads", None)
     if setter is not None:
         setter.argtypes, setter.restype = [ctypes.c_int], None
     assert sgemm.value is not None
-    assert sgemv.value is not None
-    return Blas(sgemm.value, sgemv.value, launch.threads, setter)
+    return Blas(sgemm.value, launch.threads, setter)
 
 
 __all__ = ["Blas", "blas"]

@@ -118,14 +118,14 @@ def compile_kernel(
     symbol = f"{name}_{key[:16]}"
     folder = cache_folder() if cache is None else cache
     code = _kept(folder, key)
-    if code is None:
-        try:
+    try:
+        if code is None:
             code = _compile(symbol, write, {each: _TYPES[kind] for each, kind in arguments.items()})
-        except RuntimeError as error:
-            raise KernelUnavailable(f"kernel {name} could not be compiled: {error}") from error
-        _keep(folder, key, code)
-    _engine().add_object_file(llvm.ObjectFileRef.from_data(code))
-    _engine().finalize_object()
+            _keep(folder, key, code)
+        _engine().add_object_file(llvm.ObjectFileRef.from_data(code))
+        _engine().finalize_object()
+    except RuntimeError as error:
+        raise KernelUnavailable(f"kernel {name} could not be compiled: {error}") from error
     address = _engine().get_function_address(symbol)
     if not address:
         raise KernelUnavailable(f"kernel {name} has no symbol {symbol}")
@@ -182,15 +182,22 @@ def _pass_builder(options: Any) -> Any:  # noqa: ANN401
 
 
 def _kept(folder: Path | None, key: str) -> bytes | None:
-    """The kept object code, if it is whole."""
+    """The kept object code, if it is whole and this kernel's; a link or a pipe in its place is not looked into."""
     if folder is None:
         return None
     try:
-        data = (folder / f"{key}.o").read_bytes()
+        handle = os.open(folder / f"{key}.o", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb") as file:
+            data = file.read() if stat.S_ISREG(os.fstat(handle).st_mode) else b""
     except OSError:
         return None
     head, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    return code if hashlib.blake2b(code, digest_size=_DIGEST_BYTES).digest() == head else None
+    return code if _checksum(key, code) == head else None
+
+
+def _checksum(key: str, code: bytes) -> bytes:
+    """Of a kernel's code under its key: intact code of another kernel does not pass."""
+    return hashlib.blake2b(code, digest_size=_DIGEST_BYTES, key=key.encode()).digest()
 
 
 def _keep(folder: Path | None, key: str, code: bytes) -> None:
@@ -201,7 +208,7 @@ def _keep(folder: Path | None, key: str, code: bytes) -> None:
         handle, temporary = tempfile.mkstemp(prefix=f".{key}-", dir=folder)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.blake2b(code, digest_size=_DIGEST_BYTES).digest() + code)
+                file.write(_checksum(key, code) + code)
             Path(temporary).replace(folder / f"{key}.o")
         except OSError:
             Path(temporary).unlink(missing_ok=True)

@@ -16,7 +16,8 @@ import numpy as np
 from kvd.native import mathematics as maths
 from kvd.native.build import Address, Integer, compile_kernel, processor
 from kvd.native.emit import F32, I16, I32, I64, Emitter, Value, vector
-from kvd.quant.codec import F32Array
+from kvd.native.errors import KernelUnavailable
+from kvd.quant.codec import F32Array, encode
 from kvd.quant.errors import NonFiniteValues
 from kvd.quant.spec import SideFormat
 
@@ -58,7 +59,7 @@ def encode_kernel(bits: int, group: int, dim: int) -> Callable[..., None]:
     )
 
 
-class PageWriter:
+class SideEncoder:
     """Encodes tokens of one side of one layer into pages.
 
     Args:
@@ -75,6 +76,20 @@ class PageWriter:
         self._capacity = capacity
         self._token_bytes = (4 * side.words(dim), 2 * side.groups(dim), 2 * side.groups(dim))
         self._bad = np.zeros(1, np.int64)
+        self._check(side, dim)
+
+    def _check(self, side: SideFormat, dim: int) -> None:
+        """Compare with the codec on this processor: other bytes would be other pages.
+
+        Raises:
+            KernelUnavailable: they differ.
+        """
+        x = np.random.default_rng(3).standard_normal((1, 8, dim)).astype(np.float32)
+        right = encode(x, side)
+        mine = [np.zeros((1, self._capacity, each.shape[2]), each.dtype) for each in right]
+        self.write(x, (mine[0].ctypes.data, mine[1].ctypes.data, mine[2].ctypes.data), 0)
+        if any((a[:, :8] != b).any() for a, b in zip(mine, right, strict=True)):
+            raise KernelUnavailable("the compiled codec gives other bytes than the codec on this processor")
 
     def write(self, values: F32Array, addresses: tuple[int, int, int], first_token: int) -> None:
         """Encode values into a page.
@@ -199,4 +214,4 @@ def _join(e: Emitter, vectors: list[Value], codes: int) -> Value:
     return vectors[0]
 
 
-__all__ = ["ARGUMENTS", "PageWriter", "encode_kernel"]
+__all__ = ["ARGUMENTS", "SideEncoder", "encode_kernel"]

@@ -123,7 +123,7 @@ class EngineCore:
         self.chunk_tokens = chunk_tokens
         self.clock = clock
         self.log = log
-        self.forward = Forward(loaded.model)
+        self.forward = Forward(loaded.model, assisted=backend.name == "cpu")
         self.stats = EngineStatistics()
         self.agents = AgentRegistry(self.new_branch)
         self._next_space = 1

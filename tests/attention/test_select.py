@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
 from kvd.attention import (
+    AttentionBackend,
     AttentionOutput,
     BackendDisagrees,
     BackendUnavailable,
@@ -17,10 +17,28 @@ from kvd.attention import (
     Row,
     Run,
 )
-from kvd.attention.select import ATTENTION_CHOICES, BACKENDS, ShapeProbe, select_backend, self_test
+from kvd.attention.select import (
+    ATTENTION_CHOICES,
+    BACKENDS,
+    ShapeProbe,
+    select_backend,
+    self_test,
+    suitable_backends,
+)
+from kvd.native import KernelUnavailable
 from kvd.quant.spec import named_format
 
-ON_LINUX_CPU = sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu
+
+def _cpu_kernels_run() -> bool:
+    """Whether compiled kernels can run in this process."""
+    try:
+        BACKENDS["cpu"]()
+    except KernelUnavailable:
+        return False
+    return True
+
+
+ON_LINUX_CPU = "cpu" in suitable_backends() and _cpu_kernels_run()
 FIRST = "cpu" if ON_LINUX_CPU else "mlx"
 
 
@@ -94,6 +112,18 @@ def test_the_fallback_is_the_next_right_one() -> None:
     choice = select_backend("auto", [probe()], {"broken": Wrong, **BACKENDS})
     assert choice.backend.name == FIRST
     assert len(choice.notices) == 1
+
+
+def _unavailable() -> AttentionBackend:
+    raise KernelUnavailable("no BLAS was loaded for this process")
+
+
+@pytest.mark.parametrize("requested", ["auto", "absent"])
+def test_a_backend_that_cannot_be_made_is_passed_over(requested: str) -> None:
+    """No BLAS, no llvmlite, a folder recorded elsewhere: the next one runs and the notice says why."""
+    choice = select_backend(requested, [probe()], {"absent": _unavailable, "mlx": MlxBackend})
+    assert choice.backend.name == "mlx"
+    assert "absent is not used: no BLAS" in choice.notices[0]
 
 
 def test_when_nothing_passes_the_reference_runs_with_a_warning() -> None:

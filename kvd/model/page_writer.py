@@ -1,0 +1,112 @@
+"""New keys and values into the frames of a page: by the compiled codec where it runs, else by numpy; the same bytes.
+
+May import numpy, kvd.ids, kvd.quant, kvd.native (its error) and kvd.store.frame_pool.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+from kvd.ids import FrameId
+from kvd.native import KernelUnavailable
+from kvd.quant.codec import Encoded, F32Array, encode
+from kvd.quant.spec import PAGE_TOKENS, LayerFormat
+from kvd.store.frame_pool import FramePool, SideArrays
+
+
+class PageWriter(Protocol):
+    """Writes tokens of one layer into frames."""
+
+    def write(
+        self, pool: FramePool, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
+    ) -> None:
+        """Quantise tokens into a frame.
+
+        Args:
+            pool: the frame's pool.
+            frame: an existing frame that has the layer.
+            layer_index: index of the layer in the model.
+            keys: float32 [kv_heads, n, k_dim], conditioned already; the last axis contiguous.
+            values: float32 [kv_heads, n, v_dim]; the last axis contiguous.
+            first_token: place in the page of the first token; all n fit the page.
+
+        Raises:
+            NonFiniteValues: NaN or infinity; what the frame holds of these tokens means nothing.
+        """
+
+
+class NumpyWriter:
+    """The codec itself.
+
+    Args:
+        layer_format: formats of K and V.
+    """
+
+    def __init__(self, layer_format: LayerFormat) -> None:
+        self._format = layer_format
+
+    def write(
+        self, pool: FramePool, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
+    ) -> None:
+        """See `PageWriter.write`."""
+        arrays = pool.layer(frame, layer_index)
+        target = slice(first_token, first_token + keys.shape[1])
+        encoded_keys, encoded_values = encode(keys, self._format.k), encode(values, self._format.v)
+        _store(arrays.k, target, encoded_keys)
+        _store(arrays.v, target, encoded_values)
+
+
+class NativeWriter:
+    """The compiled codec.
+
+    Args:
+        layer_format: formats of K and V.
+        k_dim: width of a key.
+        v_dim: width of a value.
+
+    Raises:
+        KernelUnavailable: it cannot run here.
+    """
+
+    def __init__(self, layer_format: LayerFormat, k_dim: int, v_dim: int) -> None:
+        try:
+            from kvd.quant.native_codec import SideEncoder
+        except ImportError as error:
+            raise KernelUnavailable(f"llvmlite is not installed ({error})") from None
+        self._k = SideEncoder(layer_format.k, k_dim, PAGE_TOKENS)
+        self._v = SideEncoder(layer_format.v, v_dim, PAGE_TOKENS)
+        self._places: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def write(
+        self, pool: FramePool, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
+    ) -> None:
+        """See `PageWriter.write`."""
+        layout = pool.layout(frame)
+        key = (layout.format_id, layer_index)
+        places = self._places.get(key)
+        if places is None:
+            at = 6 * layout.layer_indices.index(layer_index)
+            places = self._places[key] = tuple(tensor.offset_bytes for tensor in layout.tensors[at : at + 6])
+        base = pool.address(frame)
+        self._k.write(keys, (base + places[0], base + places[1], base + places[2]), first_token)
+        self._v.write(values, (base + places[3], base + places[4], base + places[5]), first_token)
+
+
+@functools.cache
+def page_writer(layer_format: LayerFormat, k_dim: int, v_dim: int) -> PageWriter:
+    """The fastest writer that runs here."""
+    try:
+        return NativeWriter(layer_format, k_dim, v_dim)
+    except KernelUnavailable:
+        return NumpyWriter(layer_format)
+
+
+def _store(arrays: SideArrays, target: slice, encoded: Encoded) -> None:
+    """Write encoded tokens to tokens `target` of a frame."""
+    arrays.codes[:, target] = encoded.codes
+    arrays.scales[:, target] = encoded.scales
+    arrays.biases[:, target] = encoded.biases
+
+
+__all__ = ["NativeWriter", "NumpyWriter", "PageWriter", "page_writer"]

@@ -1,0 +1,135 @@
+"""A few rows times a matrix: what a decode step is made of, at the speed of memory.
+
+Theory of operation. With one row, a product reads each weight once and does nothing else worth counting, so it takes
+as long as reading takes. BLAS's matrix-vector product reads several matrix rows side by side to reuse the vector,
+which the processor's prefetchers follow badly: 13 GB/s on one core of the machine this was written on, where a kernel
+that walks through the matrix as it lies in memory reads 30. The same walk serves a few rows: each weight is loaded
+once and multiplied with all of them, and the sums over lanes are made for all rows at once. Beyond four rows the
+loads of the rows themselves are what takes time, and BLAS is as fast. May import numpy and this package.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.native import mathematics as maths
+from kvd.native.build import Address, Integer, compile_kernel, processor
+from kvd.native.emit import F32, Emitter, Value, vector
+
+Floats = npt.NDArray[np.float32]
+
+ARGUMENTS: Final = {"columns": Integer, "inner": Integer, "x": Address, "weight": Address, "out": Address}
+"""Arguments of the kernel:
+
+- columns: rows of the matrix, columns of the result.
+- inner: length of a row, a multiple of the lanes.
+- x: float32 [inner / lanes, rows, lanes]: lanes of all rows side by side.
+- weight: float32 [columns, inner].
+- out: float32 [columns, rows]: the result transposed.
+"""
+
+_CHAINS: Final = 4
+"""Independent sums of a single row: a multiply-add takes four cycles until the next may use its result."""
+
+
+MOST_ROWS: Final = 4
+"""Rows that `times` takes at most."""
+
+
+def fits(rows: int, inner: int) -> bool:
+    """Whether `times` takes a product of that size."""
+    return rows <= MOST_ROWS and inner % processor().lanes == 0
+
+
+def times(x: Floats, weight: Floats) -> Floats:
+    """x weight^T.
+
+    Args:
+        x: float32 [rows, inner], C-contiguous; see `fits`.
+        weight: float32 [columns, inner], C-contiguous.
+
+    Returns:
+        float32 [rows, columns].
+
+    Raises:
+        KernelUnavailable: this processor cannot run the kernel.
+    """
+    rows, inner = x.shape
+    columns = len(weight)
+    padded = 1 << (rows - 1).bit_length()
+    if padded > 1:
+        lanes = processor().lanes
+        wide = np.zeros((inner // lanes, padded, lanes), np.float32)
+        wide[:, :rows] = x.reshape(rows, -1, lanes).swapaxes(0, 1)
+        x = wide
+    out = np.empty((columns, padded), np.float32)
+    product_kernel(padded)(columns, inner, x.ctypes.data, weight.ctypes.data, out.ctypes.data)
+    return out.reshape(1, columns) if padded == 1 else np.ascontiguousarray(out[:, :rows].T)
+
+
+@functools.cache
+def product_kernel(rows: int) -> Callable[..., None]:
+    """The compiled kernel for 1, 2 or 4 rows; see `ARGUMENTS`.
+
+    Raises:
+        KernelUnavailable: this processor cannot run it.
+    """
+    lanes = processor().lanes
+    return compile_kernel(
+        "product",
+        functools.partial(_write, rows, lanes),
+        ARGUMENTS,
+        parameters=(rows, lanes),
+        sources=(maths.__name__, __name__),
+    )
+
+
+def _write(rows: int, lanes: int, e: Emitter) -> None:
+    columns, inner, x, weight, out = (e.arguments[name] for name in ARGUMENTS)
+    if rows == 1:
+        with e.loop(0, columns) as column:
+            e.store(_one_row(e, lanes, inner, x, e.at(weight, column * inner, F32)), out, column)
+        return
+    with e.loop(0, columns) as column:
+        base = e.at(weight, column * inner, F32)
+        sums = [e.slot(e.constant(vector(F32, lanes), 0.0)) for _ in range(rows)]
+        with e.loop(0, inner, lanes) as i:
+            value = e.load(base, i, F32, lanes)
+            for row, mine in enumerate(sums):
+                mine.set(e.fma(value, e.load(x, i * rows + row * lanes, F32, lanes), mine.get()))
+        e.store(_sums(e, [each.get() for each in sums]), out, column * rows)
+
+
+def _one_row(e: Emitter, lanes: int, inner: Value, x: Value, base: Value) -> Value:
+    """The product of one row with a row of the matrix."""
+    sums = [e.slot(e.constant(vector(F32, lanes), 0.0)) for _ in range(_CHAINS)]
+    step = lanes * _CHAINS
+    whole = inner // step * step
+    with e.loop(0, whole, step) as i:
+        for chain, each in enumerate(sums):
+            at = i + chain * lanes
+            each.set(e.fma(e.load(base, at, F32, lanes), e.load(x, at, F32, lanes), each.get()))
+    with e.loop(whole, inner, lanes) as i:
+        sums[0].set(e.fma(e.load(base, i, F32, lanes), e.load(x, i, F32, lanes), sums[0].get()))
+    total = sums[0].get()
+    for each in sums[1:]:
+        total = total + each.get()
+    return e.fold(total)
+
+
+def _sums(e: Emitter, vectors: list[Value]) -> Value:
+    """The sum of each vector's lanes, as a vector of as many lanes as there are vectors."""
+    count = len(vectors)
+    joined = maths.sum_lanes(e, vectors, count)  # lanes / count partial sums of each
+    while joined.type.count > count:
+        width = joined.type.count
+        joined = e.shuffle(joined, range(0, width, 2)) + e.shuffle(joined, range(1, width, 2))
+    return joined
+
+
+__all__ = ["ARGUMENTS", "MOST_ROWS", "fits", "product_kernel", "times"]
