@@ -22,7 +22,7 @@ help:
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvd needs Python 3.11 or later: PYTHON=/path/to/python make ..." >&2; exit 1; }
-	@echo "installing into $(VENV) with $(PYTHON) (one time, half a gigabyte on disk)"
+	@echo "installing into $(VENV) with $(PYTHON) (one time, 0.7 GB on disk)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV) \
 	  || { echo "cannot make a venv; on Debian: apt install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'

@@ -162,6 +162,8 @@ class Assembly:
                 )
         write_record(self._settings.data_dir, self.folder.fs, now)
         self._facts |= {"attention": choice.backend.name, "threads": threads}
+        if choice.timings_ms:
+            self._facts["attention_timings_ms"] = dict(choice.timings_ms)
         self._facts["blas"] = launch.describe() if launch is not None else "not set up by the launcher"
         if launch is not None and launch.warning:
             self._notices.append(launch.warning)

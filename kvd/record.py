@@ -37,19 +37,32 @@ class EngineRecord:
 
 
 def read_record(data_dir: Path) -> EngineRecord:
-    """The record, empty when there is none or it cannot be read."""
+    """The record, empty when there is none or it cannot be read; of a damaged one what is still right."""
     try:
-        raw = json.loads(read_small_file(RealFileSystem(), data_dir / RECORD_FILE) or b"{}")
-    except (OSError, ValueError, RecursionError):
-        return EngineRecord()
+        data = read_small_file(RealFileSystem(), data_dir / RECORD_FILE)
+    except OSError:
+        data = None
+    return EngineRecord() if data is None else parse_record(data)[0]
+
+
+def parse_record(data: bytes) -> tuple[EngineRecord, bool]:
+    """What the bytes of a record say, and whether they are whole: all members there, each of its type.
+
+    A member that is not of its type says nothing.
+    """
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError):
+        raw = None
     if not isinstance(raw, dict):
-        return EngineRecord()
+        return EngineRecord(), False
     attention, threads, numerics = raw.get("attention"), raw.get("threads"), raw.get("numerics")
-    return EngineRecord(
+    record = EngineRecord(
         attention=attention if isinstance(attention, str) else None,
-        threads=threads if isinstance(threads, int) and threads > 0 else None,
+        threads=threads if type(threads) is int and threads > 0 else None,
         numerics=numerics if isinstance(numerics, str) else None,
     )
+    return record, all(name in raw and raw[name] == value for name, value in asdict(record).items())
 
 
 def write_record(data_dir: Path, fs: FileSystem, record: EngineRecord) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvd import launcher, record
-from kvd.record import RECORD_FILE, EngineRecord, follow_recorded_threads, read_record, write_record
+from kvd.record import RECORD_FILE, EngineRecord, follow_recorded_threads, parse_record, read_record, write_record
 from kvd.store.fs import RealFileSystem
 
 
@@ -18,11 +18,26 @@ def test_a_record_survives(tmp_path: Path) -> None:
     assert (tmp_path / RECORD_FILE).stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"threads": "two", "attention": 7}', '{"threads": 0}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{", '{"threads": "two", "attention": 7}', '{"threads": 0}', '{"threads": true}', "[" * 100_000],
+    ids=["empty", "list", "cut", "types", "zero", "bool", "nested"],
+)
 def test_a_damaged_record_says_nothing(tmp_path: Path, content: str) -> None:
     """Neither a crash nor a made-up thread count."""
     (tmp_path / RECORD_FILE).write_text(content)
     assert read_record(tmp_path) == EngineRecord()
+    assert parse_record(content.encode()) == (EngineRecord(), False)
+
+
+def test_of_a_damaged_record_what_is_right_counts() -> None:
+    """A whole record has every member; what a damaged one still says is followed."""
+    assert parse_record(b'{"attention": "mlx", "threads": 2, "numerics": null}') == (EngineRecord("mlx", 2), True)
+    assert parse_record(b'{"attention": "mlx", "threads": -2, "numerics": "n"}') == (
+        EngineRecord("mlx", None, "n"),
+        False,
+    )
+    assert parse_record(b'{"attention": "mlx"}') == (EngineRecord("mlx"), False)
 
 
 def test_what_is_no_file_never_blocks_a_start(tmp_path: Path) -> None:

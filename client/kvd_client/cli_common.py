@@ -60,9 +60,16 @@ def shared_options(command: F) -> F:
     options: tuple[Callable[[F], F], ...] = (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         click.option("--namespace", metavar="NAME", help="Sharing domain of the agents [default: default]."),
-        click.option("--socket", metavar="PATH", help="The daemon's socket [env: KVD_SOCKET]."),
         click.option(
-            "--data-dir", metavar="DIR", help="The daemon's data folder, which holds its socket [env: KVD_DATA_DIR]."
+            "--socket",
+            metavar="PATH",
+            help="The daemon's socket [env: KVD_SOCKET; default: kvd.sock in the data folder].",
+        ),
+        click.option(
+            "--data-dir",
+            metavar="DIR",
+            help="The daemon's data folder, which holds its socket "
+            "[env: KVD_DATA_DIR; default: kvd in the user's data folder].",
         ),
     )
     for option in options:

@@ -23,6 +23,7 @@ from kvd_client.cli_common import (
     write_text,
 )
 from kvd_client.cli_show import seconds
+from kvd_client.cli_wait import waiting
 from kvd_client.client import GenerateStream
 from kvd_client.errors import KvdClientError
 from kvd_client.results import GenerateResult, InjectResult
@@ -138,12 +139,12 @@ def run_stream(session: Session, begin: Callable[[], GenerateStream], *, no_stre
     """Print a generation: one JSON object at its end, or the text as it is made and a summary on stderr."""
     shown = ""
     try:
-        with begin() as stream:
-            if not session.json and not no_stream:
-                for event in stream:
-                    if isinstance(event, Text):
-                        shown = event.text or shown  # first: Ctrl-C may come between the two
-                        write_text(event.text)
+        with waiting(as_json=session.json) as news, begin() as stream:
+            for event in stream:
+                news.see(event)
+                if isinstance(event, Text) and not session.json and not no_stream:
+                    shown = event.text or shown  # first: Ctrl-C may come between the two
+                    write_text(event.text)
             result = stream.result
     except (KvdClientError, KeyboardInterrupt):  # their line on stderr must not go on where the text stopped
         _end_line(shown)
@@ -201,7 +202,7 @@ def generate(
 
     The text is the agent's whole text so far, its bytes unchanged: what the agent has already is not computed again.
     Give it by --text, by --file, or by `-` for stdin. The new text is printed as it is made; with --json one object is
-    printed at the end and nothing else.
+    printed at the end and nothing else. While a long text is computed, stderr says how far it is.
 
     Example: kvd-client generate alice --text "Once upon a time" --max-tokens 40 --json
     """
@@ -253,14 +254,19 @@ def inject(
 ) -> None:
     """Append text, or messages, to AGENT and compute it without generating.
 
+    Give exactly one of them: a text by --text, by --file or by `-` for stdin, or messages by --message.
+
     Example: kvd-client inject alice --file handbook.txt
     """
+    added: dict[str, Any]
     if not messages:
-        result = session.client.inject(agent, read_source(source, text, file))
+        added = {"text": read_source(source, text, file)}
     elif (source, text, file) == (None, None, None):
-        result = session.client.inject(agent, messages=[{"role": "user", "content": one} for one in messages])
+        added = {"messages": [{"role": "user", "content": one} for one in messages]}
     else:
         raise click.UsageError("give either --message or a text (by --text, --file or -), not both")
+    with waiting("waiting for the daemon to compute it", as_json=session.json):
+        result = session.client.inject(agent, **added)
     facts = {name: getattr(result, name) for name in ("agent", "tokens", "appended_tokens", "durable")}
     if session.json:
         print_json({**facts, **result.server})

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +37,7 @@ from kvd.attention.interface import (
 from kvd.attention.masks import positions_of
 from kvd.native.blas import blas
 from kvd.native.mathematics import LOG2_E
-from kvd.quant.spec import PAGE_TOKENS, LayerFormat
+from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageLayout
 
 DECODE_QUERIES: Final = 2
 """Up to so many query positions the decode kernel is asked for each; beyond, dequantising once is cheaper."""
@@ -49,6 +50,10 @@ PREFILL_ROWS: Final = 512
 
 MAX_BLOCK: Final = 128
 """Query positions of a prefill work item at most."""
+
+SHORT_STEP: Final = 32
+SHORT_BLOCK: Final = 8
+"""A step of up to so many query positions is cut finer, so that threads have equal shares of few KV heads."""
 
 PARALLEL_PRODUCTS: Final = 32 * 512
 """From so many pairs of query and token on a step is spread over threads; starting one takes about 50 us."""
@@ -90,7 +95,7 @@ class CpuBackend:
         self._blas = blas()
         self._threads = self._blas.threads if self._blas.can_change_threads else 1
         self._scratch: dict[int, Floats] = {}
-        self._places: dict[tuple[str, int], Integers] = {}
+        self._places: WeakKeyDictionary[PageLayout, dict[int, Integers]] = WeakKeyDictionary()
         self._kernels: dict[Any, tuple[Callable[..., None], Floats]] = {}
 
     def attend(
@@ -191,14 +196,13 @@ class CpuBackend:
             return _tail_pages(segment)
         frames = segment.block_table[: -(-segment.tokens // PAGE_TOKENS)]
         layout = host.layout(frames[0])
-        key = (layout.format_id, layer_index)
-        places = self._places.get(key)
+        known = self._places.setdefault(layout, {})
+        places = known.get(layer_index)
         if places is None:
-            at = 6 * layout.layer_indices.index(layer_index)
-            tensors = layout.tensors[at : at + 6]
+            tensors = layout.layer_tensors(layer_index)
             offsets = np.array([tensor.offset_bytes for tensor in tensors], np.int64)
             lengths = np.array([tensor.tensor_bytes // layout.kv_heads for tensor in tensors], np.int64)
-            places = self._places[key] = offsets + np.arange(layout.kv_heads)[:, None, None] * lengths
+            places = known[layer_index] = offsets + np.arange(layout.kv_heads)[:, None, None] * lengths
         bases = np.array([host.address(frame) for frame in frames], np.int64)
         return _Pages(bases[:, None] + places, layout.kv_heads, layout.v_dim, ())
 
@@ -254,7 +258,7 @@ class CpuBackend:
         """Output [L, heads, v_dim], greatest scores and sums [heads, L]."""
         heads, length, k_dim = q.shape
         repeats = heads // pages.kv_heads
-        block = max(1, min(MAX_BLOCK, PREFILL_ROWS // repeats))
+        block = max(1, min(SHORT_BLOCK if length <= SHORT_STEP else MAX_BLOCK, PREFILL_ROWS // repeats))
         k, v = layer_format.k, layer_format.v
         sides = side_shape(k.bits, k.group, k_dim), side_shape(v.bits, v.group, pages.v_dim)
         shape = PrefillShape(*sides, repeats, block)

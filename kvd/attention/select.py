@@ -1,15 +1,17 @@
-"""Which attention backend runs: the first right one, checked against `reference` on this device and these shapes.
+"""Which attention backend runs: the fastest right one, checked against `reference` on this device and these shapes.
 
 A wrong kernel must never serve text: the self-test runs at start, and a backend that disagrees is passed over with a
-notice that the daemon logs and `hello` repeats. May import mlx, numpy, kvd.native, kvd.quant, kvd.store.frame_pool,
-kvd.attention.
+notice that the daemon logs and `hello` repeats. Of those that agree, the one that is fastest on a decode step and a
+prefill chunk of each shape is taken; the data folder records it, and later starts follow the record. May import mlx,
+numpy, kvd.native, kvd.quant, kvd.store.frame_pool, kvd.attention.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import mlx.core as mx
@@ -51,6 +53,7 @@ BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
 ATTENTION_CHOICES: Final = ("auto", *BACKENDS)
 """What `--attention` accepts."""
 
+_TRIES: Final = 3
 _TOLERANCE: Final = 2e-3
 """Greatest difference from the reference, for values of order one: room for bf16 outputs and TF32 products."""
 
@@ -83,10 +86,12 @@ class BackendChoice:
     Attributes:
         backend: the backend to use.
         notices: sentences for the log and `hello`, one per backend that was passed over; empty when all is well.
+        timings_ms: of the backends that were compared, what a decode step and a prefill chunk took over all shapes.
     """
 
     backend: AttentionBackend
     notices: tuple[str, ...]
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 def select_backend(
@@ -102,7 +107,7 @@ def select_backend(
         backends: constructors by name, in order of preference; the last is trusted (`reference`).
 
     Returns:
-        The first backend (from `requested` on) that agrees with the reference.
+        The requested backend if it agrees with the reference, else the next that does; for `auto` the fastest.
 
     Raises:
         BackendUnavailable: `requested` is unknown.
@@ -114,7 +119,11 @@ def select_backend(
         )
     candidates = suitable_backends(names) if requested == "auto" else [requested, *names[names.index(requested) + 1 :]]
     notices: list[str] = []
+    timings_ms: dict[str, float] = {}
+    right: dict[str, AttentionBackend] = {}
     for name in candidates:
+        if right and (requested != "auto" or name == "reference"):
+            break  # a right one is found; the reference is never faster
         try:
             backend = backends[name]()
             for probe in probes:
@@ -122,7 +131,13 @@ def select_backend(
         except Exception as error:  # a kernel may fail in any way; each means: not this one
             notices.append(f"attention backend {name} is not used: {error}")
             continue
-        return BackendChoice(backend, tuple(notices))
+        right[name] = backend
+    if len(right) > 1:
+        timings_ms = {name: round(sum(time_ms(each, probe) for probe in probes), 3) for name, each in right.items()}
+        fastest = min(timings_ms, key=lambda name: timings_ms[name])
+        return BackendChoice(right[fastest], tuple(notices), timings_ms)
+    if right:
+        return BackendChoice(next(iter(right.values())), tuple(notices))
     notices.append("no attention backend passed its self-test; the reference is used, which is slow")
     return BackendChoice(ReferenceBackend(), tuple(notices))
 
@@ -131,6 +146,25 @@ def suitable_backends(names: Sequence[str] = tuple(BACKENDS)) -> list[str]:
     """Those of `names` worth trying unasked: compiled kernels only where MLX computes on the CPU of a Linux machine."""
     on_cpu = mx.default_device().type == mx.DeviceType.cpu and sys.platform == "linux"
     return [name for name in names if name != "cpu" or on_cpu]
+
+
+def time_ms(backend: AttentionBackend, probe: ShapeProbe) -> float:
+    """Milliseconds of a decode step and a prefill chunk of 256 over two pages, each the best of a few tries."""
+    rng = np.random.default_rng(7)
+    pool, segment = _random_segment(probe, 2 * PAGE_TOKENS, rng)
+    total_s = 0.0
+    for queries in (1, PAGE_TOKENS):
+        q = mx.array(rng.standard_normal((1, probe.query_heads, queries, probe.k_dim), dtype=np.float32))
+        mx.eval(q)
+        row = Row((segment,), segment.tokens - queries)
+        tries = []
+        for _ in range(_TRIES):
+            began = time.perf_counter()
+            out = backend.attend(pool, q, layer_index=0, rows=(row,), scale=probe.k_dim**-0.5, window=probe.window).out
+            mx.eval(out)
+            tries.append(time.perf_counter() - began)
+        total_s += min(tries)
+    return 1e3 * total_s
 
 
 def self_test(backend: AttentionBackend, probe: ShapeProbe) -> None:

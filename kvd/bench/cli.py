@@ -6,13 +6,18 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from kvd.errors import InvalidParams, KvdError
 from kvd.model.sources import DEFAULT_MODEL
 
-COMMANDS = {"ppl": ("kvd.bench.ppl", "ppl"), "ttft": ("kvd.bench.cli", "ttft")}
+COMMANDS = {
+    "attention": ("kvd.bench.attention", "attention"),
+    "ppl": ("kvd.bench.ppl", "ppl"),
+    "ttft": ("kvd.bench.cli", "ttft"),
+}
 
 
 class LazyGroup(click.Group):
@@ -33,7 +38,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup)
 def bench() -> None:
-    """Measure: perplexity and bytes of the page formats (ppl), time to first token (ttft)."""
+    """Measure: speed over pages (attention), perplexity and bytes of formats (ppl), time to first token (ttft)."""
 
 
 @click.command("ttft")
@@ -79,8 +84,7 @@ def ttft(tokens: str, repeats: int, model_name: str, model_dir: Path | None, as_
             tell=lambda line: click.echo(line, err=True),
         )
     except KvdError as error:
-        click.echo(f"kvd: {error.message}", err=True)
-        sys.exit(1)
+        fail(error)
     if as_json:
         click.echo(json.dumps(report.facts()))
         return
@@ -94,6 +98,12 @@ def ttft(tokens: str, repeats: int, model_name: str, model_dir: Path | None, as_
             f"{row.tokens:6} {row.cold_s:8.3f} {row.hot_s:8.3f} {row.warm_s:8.3f} {row.mlx_lm_cold_s:14.3f} "
             f"{row.hot_ratio:6.1f} {row.warm_ratio:7.1f} {row.cold_speed_ratio:13.2f}"
         )
+
+
+def fail(error: KvdError) -> NoReturn:
+    """Report an error and exit: 2 for a wrong call, 1 otherwise."""
+    click.echo(f"kvd: {error.message}", err=True)
+    sys.exit(2 if isinstance(error, InvalidParams) else 1)
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -111,4 +121,4 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-__all__ = ["bench", "parse_lengths", "ttft"]
+__all__ = ["bench", "fail", "parse_lengths", "ttft"]

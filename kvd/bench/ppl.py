@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import click
 import numpy as np
 
+from kvd.bench.cli import fail
 from kvd.errors import InvalidParams, KvdError
 from kvd.ids import FrameId
 from kvd.model.progress import Reporter, SilentReporter, reporter_for
@@ -232,6 +232,8 @@ def _row(
 
 
 def _check_formats(formats: Sequence[str]) -> None:
+    if not formats:
+        raise InvalidParams(f"give at least one page format of {', '.join(NAMED_FORMATS)}", parameter="formats")
     for name in formats:
         if name not in NAMED_FORMATS:
             raise InvalidParams(f"kv format must be one of {', '.join(NAMED_FORMATS)}, not {name!r}", format=name)
@@ -261,18 +263,21 @@ def _check_formats(formats: Sequence[str]) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def ppl(model_name: str, model_dir: Path | None, formats: str, windows: int, window_tokens: int, as_json: bool) -> None:
-    """Perplexity and bytes of page formats, on text that ships with Python."""
+    """Perplexity and bytes of page formats, on text that ships with Python.
+
+    Example: kvd bench ppl --formats q4,q8 --windows 2
+    """
     from kvd.model.loader import load
     from kvd.model.registry import resolve
 
     names = [name.strip() for name in formats.split(",") if name.strip()]
     reporter: Reporter = SilentReporter() if as_json else reporter_for()
     try:
+        _check_formats(names)  # before the model is loaded
         loaded = load(resolve(model_name, model_dir))
         rows = run_ppl(loaded, names, windows=windows, window_tokens=window_tokens, progress=reporter)
     except KvdError as error:
-        click.echo(f"kvd: {error.message}", err=True)
-        sys.exit(1)
+        fail(error)
     finally:
         reporter.close()
     if as_json:

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvd.bench.harness import DaemonProcess, drop_page_cache, scratch_folder
 from kvd.bench.reference import PREFILL_STEPS, first_token_s
 from kvd.bench.text import technical_english
-from kvd.errors import InternalError
+from kvd.errors import InvalidParams
 from kvd.model.tokenizer import TextCodec
 from kvd_client import Client, GenerateResult
 
@@ -84,12 +84,12 @@ def make_prompt(codec: TextCodec, tokens: int) -> Prompt:
     """Cut technical English where a context of `tokens` ids ends, and 16 ids after it.
 
     Raises:
-        InternalError: the text is too short.
+        InvalidParams: the text is too short.
     """
     text = technical_english()
     ids = codec.encode_content(text[: (tokens + NEW_TOKENS) * 8])
     if len(ids) < tokens + 2 * NEW_TOKENS:
-        raise InternalError(f"the text has fewer than {tokens} tokens")
+        raise InvalidParams(f"the text to measure with has fewer than {tokens} tokens", parameter="tokens")
     lengths = codec.byte_lengths(ids, text[: (tokens + NEW_TOKENS) * 8].encode())
     data = text.encode()
     border = sum(lengths[:tokens])

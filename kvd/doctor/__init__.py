@@ -1,10 +1,11 @@
 """`kvd doctor`: examines the machine, the model and the data folder, and heals the folder when told to.
 
 A part of the composition root: it may import anything of kvd and kvd_client; nothing but `kvd.cli_doctor` imports it.
-Without a repair nothing on disk changes (P8).
+Without a repair nothing changes in the data folder, at the socket or beside the model (P8).
 
 - `findings`: a check's result and a report, as plain data.
 - `folder_state`, `socket_state`, `model_state`: looks at a data folder, a socket, a model, that change nothing.
+- `aside`: a temporary folder for what a look has to write.
 - `context`: what checks look at, found out once.
 - `store_look`, `deep`: one model's logs, pages and catalog against each other; every checksum.
 - `machine_checks`, `folder_checks`, `socket_checks`, `store_checks`: the checks.

@@ -1,4 +1,7 @@
-"""What the checks look at, found out once and only when a check asks. Imports kvd.config and this package."""
+"""What the checks look at, found out once and only when a check asks.
+
+Imports kvd.config, kvd.errors, kvd.model, kvd.store, kvd_client.paths and this package.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from kvd.doctor.folder_state import (
     take_inventory,
 )
 from kvd.doctor.model_state import Layouts, ModelState, model_state, names_by_fingerprint
-from kvd.errors import KvdError
+from kvd.errors import EnvironmentFault, KvdError
+from kvd.model.paths import model_dir
 from kvd.model.progress import Reporter, SilentReporter
 from kvd.store.fs import RealFileSystem
 from kvd.store.layout import DataFolder
@@ -50,6 +54,13 @@ class Options:
         words = ["kvd", "doctor", *(flags or ("--repair",))]
         if self.data_dir != default_data_dir().resolve():
             words += ["--data-dir", str(self.data_dir)]
+        return shlex.join(words)
+
+    def model_command(self, verb: str) -> str:
+        """`kvd model rm` or `kvd model pull` of the examined model, in the folder of models that was examined."""
+        words = ["kvd", "model", verb, self.model]
+        if self.model_dir != model_dir():
+            words += ["--model-dir", str(self.model_dir)]
         return shlex.join(words)
 
     def shutdown(self) -> str:
@@ -106,6 +117,8 @@ class Context:
             return model_state(self.options.model, self.options.model_dir, constants)
         except KvdError as error:
             return error
+        except OSError as error:
+            return EnvironmentFault(f"the model's files cannot be read: {error}")
 
     @property
     def model(self) -> ModelState | None:

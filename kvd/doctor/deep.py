@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvd.doctor.context import Context
+from kvd.doctor.folder_state import odd_type
+from kvd.doctor.store_look import NO_FILE
 from kvd.ids import PageId
 from kvd.store.agent_log import log_seed, scan_log
 from kvd.store.fs import NotRegularFile
@@ -54,8 +56,11 @@ def _verify(context: Context, fingerprint: str) -> DeepResult:
     swap = SwapDir(context.folder, fingerprint, context.fs)
     layouts = context.layouts(fingerprint)
     for page_id in swap.scan().pages:
-        data = _read(context, swap.path(page_id), result)
-        if data is not None:
+        found = odd_type(swap.path(page_id))  # a link: folders, pipes and the like are no pages to the scan
+        data = None if found else _read(context, swap.path(page_id), result)
+        if found:
+            result.bad_pages[page_id] = f"{NO_FILE} {found}"
+        elif data is not None:
             result.pages += 1
             fault = page_fault(data, page_id, fingerprint, layouts)
             if fault:
@@ -78,7 +83,8 @@ def _read(context: Context, path: Path, result: DeepResult) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError, NotRegularFile):  # the last is a foreign file
         return None
     except OSError as error:
-        result.unreadable.append(f"{path}: {error.strerror or error}")
+        found = odd_type(path)
+        result.unreadable.append(f"{path}: {f'{NO_FILE} {found}' if found else error.strerror or error}")
         return None
     result.read_bytes += len(data)
     context.reporter.advance(len(data))

@@ -1,4 +1,7 @@
-"""The table of checks, and running it: one check that fails never hides the others. Imports this package."""
+"""The table of checks, and running it: one check that fails never hides the others.
+
+Imports kvd.errors, kvd.model.progress and this package.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def examine(
     reporter: Reporter | None = None,
     checks: tuple[tuple[str, CheckFunction], ...] = CHECKS,
 ) -> Report:
-    """Run all checks, after a repair if one is asked for. Without one nothing on disk changes (P8).
+    """Run all checks, after a repair if one is asked for. Without one the data folder stays as it is (P8).
 
     Args:
         options: what to examine.

@@ -1,22 +1,22 @@
 """Checks of the data folder's outside: owner, modes, lock, room, foreign files, the engine's record.
 
-Import kvd.store, kvd.ops, kvd.record and this package.
+Import kvd.store, kvd.ops, kvd.record, kvd.scheduler.core and this package.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Final
 
 from kvd.doctor.context import Context
 from kvd.doctor.findings import Check, counted, notice, ok, problem
-from kvd.doctor.folder_state import Entry
+from kvd.doctor.folder_state import REPLACED, Entry, odd_type
 from kvd.ops.device import clamp_quota, device_facts
 from kvd.ops.sizes import format_size
-from kvd.record import RECORD_FILE
+from kvd.record import RECORD_FILE, parse_record
 from kvd.scheduler.core import NUMERICS
 from kvd.store.layout import FORMAT_VERSION
 from kvd.store.side_files import read_small_file
@@ -149,7 +149,7 @@ def check_disk(context: Context) -> Iterator[Check]:
 
 
 def check_foreign(context: Context) -> Iterator[Check]:
-    """Files that kvd did not make, and files it put aside as bad."""
+    """Files that kvd did not make."""
     foreign = [e for e in context.inventory.entries if e.kind == "foreign"]
     if foreign:
         yield notice(
@@ -166,17 +166,28 @@ def check_foreign(context: Context) -> Iterator[Check]:
 def check_quarantine(context: Context) -> Iterator[Check]:
     """What was found bad and put aside; never served."""
     aside = context.inventory.of_kind("quarantine")
-    count_bytes = sum(entry.file_bytes for entry in aside)
-    if aside:
+    replaced = [entry for entry in aside if REPLACED in str(entry.path.relative_to(context.options.data_dir))]
+    bad = [entry for entry in aside if entry not in replaced]
+    facts: dict[str, object] = {
+        "files": [str(entry.path) for entry in aside],
+        "replaced": [str(entry.path) for entry in replaced],
+        "bytes": sum(entry.file_bytes for entry in aside),
+    }
+    if bad:
+        bad_bytes = sum(entry.file_bytes for entry in bad)
         yield notice(
             "quarantine",
-            f"{counted(len(aside), 'file')}, {format_size(count_bytes)}, put aside as bad: {_names(aside)}",
+            f"{counted(len(bad), 'file')}, {format_size(bad_bytes)}, put aside as bad: {_names(bad)}",
             "look at them, then delete them; kvd deletes them when space is short",
-            files=[str(entry.path) for entry in aside],
-            bytes=count_bytes,
+            **facts,
         )
+    elif replaced:
+        text = (
+            f"{counted(len(replaced), 'file')} of catalogs replaced by --rebuild; kvd deletes them when space is short"
+        )
+        yield ok("quarantine", text, **facts)
     elif context.inventory.entries:
-        yield ok("quarantine", "empty", files=[], bytes=0)
+        yield ok("quarantine", "empty", **facts)
 
 
 def check_record(context: Context) -> Iterator[Check]:
@@ -186,34 +197,36 @@ def check_record(context: Context) -> Iterator[Check]:
     try:
         data = read_small_file(context.fs, context.options.data_dir / RECORD_FILE)
     except OSError as error:
+        found = odd_type(context.options.data_dir / RECORD_FILE)
+        if found:
+            remedy = "put the file itself back, or delete what is there: the next start of kvd serve writes it anew"
+            yield problem("engine record", f"{RECORD_FILE} is {found}, not a file", remedy)
+            return
         yield problem("engine record", f"{RECORD_FILE} cannot be read: {error}", "check the disk and the file's mode")
         return
     if data is None:
         yield ok("engine record", "none yet; the first start writes it", record=None)
         return
-    try:
-        record = json.loads(data)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or not {"attention", "threads", "numerics"} <= set(record):
+    record, is_whole = parse_record(data)
+    if not is_whole:
         yield notice(
             "engine record",
             f"{RECORD_FILE} is damaged: which backend and thread count computed the pages is not known any more",
             "nothing: the next start of kvd serve writes it anew",
             record=None,
         )
-    elif record["numerics"] not in (None, NUMERICS):
+    elif record.numerics not in (None, NUMERICS):
         yield notice(
             "engine record",
-            f"the pages were computed by {record['numerics']}, this kvd computes by {NUMERICS}",
+            f"the pages were computed by {record.numerics}, this kvd computes by {NUMERICS}",
             "nothing: older agents are computed again when they are used",
-            record=record,
+            record=asdict(record),
         )
     else:
         yield ok(
             "engine record",
-            f"attention {record['attention']}, {record['threads']} threads, {record['numerics']}",
-            record=record,
+            f"attention {record.attention}, {record.threads} threads, {record.numerics}",
+            record=asdict(record),
         )
 
 

@@ -1,6 +1,7 @@
 """A look at a data folder that changes nothing: its state, who holds its lock, every file by kind.
 
-`DataFolder.open` makes, locks and corrects; a look must not, so it asks the system directly. Imports kvd.store.
+`DataFolder.open` makes, locks and corrects; a look must not, so it asks the system directly. Imports kvd.errors and
+kvd.store.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ KINDS: Final[tuple[Kind, ...]] = ("swap", "logs", "catalog", "quarantine", "cons
 """Kinds of files, as they are listed. `own`: version, lock, record, tag, socket and kvd's folders."""
 
 SOCKET_FILE: Final = "kvd.sock"
+REPLACED: Final = ".replaced."
+"""In the names of catalogs that `--rebuild` moved to quarantine: nobody found them bad."""
+
 CATALOG_FILES: Final = ("catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm", "catalog.sqlite3-journal")
 
 _ROOT_FILES: Final = frozenset({"VERSION", "CACHEDIR.TAG", "daemon.lock", "engine.json"})
@@ -140,6 +144,9 @@ def folder_state(root: Path) -> FolderState:
     except KvdError as error:
         return FolderState("malformed", error.message, None, mode, uid)
     except OSError as error:
+        found_type = odd_type(root / "VERSION")
+        if found_type:
+            return FolderState("malformed", f"{root}/VERSION is {found_type}, not a file", None, mode, uid)
         return FolderState("unreadable", f"{root}/VERSION cannot be read: {error.strerror or error}", None, mode, uid)
     if version is not None and version > FORMAT_VERSION:
         text = f"{root} has format {version}; this kvd reads up to {FORMAT_VERSION}"
@@ -148,7 +155,9 @@ def folder_state(root: Path) -> FolderState:
 
 
 def lock_state(root: Path) -> LockState:
-    """Who holds the lock. A shared lock is tried for a moment, which changes nothing and makes no file.
+    """Who holds the lock. A shared lock is held for a moment to find out; no file is made or changed.
+
+    A daemon that asks for the lock in that moment is refused it: `RealFileSystem.lock` asks again.
 
     Raises:
         OSError: the lock file cannot be read.
@@ -170,6 +179,23 @@ def lock_state(root: Path) -> LockState:
         return LockState(False, pid)
     finally:
         os.close(handle)  # lets go of the lock too
+
+
+def odd_type(path: Path) -> str:
+    """What lies where a file of kvd's should: `a link`, `a folder`, `a pipe, socket or device`; empty if a file does.
+
+    Empty, too, when nothing is there. kvd never follows links in its folder, so that one to the right file is as wrong
+    as any other.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return ""
+    if stat.S_ISREG(mode):
+        return ""
+    if stat.S_ISLNK(mode):
+        return "a link"
+    return "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
 
 
 def take_inventory(root: Path) -> Inventory:
@@ -240,10 +266,13 @@ def _kind(parts: tuple[str, ...], file_type: str) -> Kind:
         return _folder_kind(parts)
     if file_type == "socket":
         return "own" if parts == (SOCKET_FILE,) else "foreign"
+    if file_type == "file" and is_temp_name(parts[-1]):
+        return "temp"
+    match parts:
+        case (fingerprint, "quarantine", *_, _) if _FINGERPRINT.fullmatch(fingerprint):
+            return "quarantine"  # of any type: a link that lay in a page's place ends here, too
     if file_type != "file":
         return "foreign"
-    if is_temp_name(parts[-1]):
-        return "temp"
     match parts:
         case (name,) if name in _ROOT_FILES:
             return "own"
@@ -260,8 +289,6 @@ def _model_file_kind(parts: list[str]) -> Kind:
             return "swap"
         case ("agents", name) if is_log_name(name):
             return "logs"
-        case ("quarantine", *_, _):
-            return "quarantine"
         case (name,) if name in CATALOG_FILES:
             return "catalog"
     return "foreign"
@@ -285,6 +312,7 @@ def _folder_kind(parts: tuple[str, ...]) -> Kind:
 __all__ = [
     "CATALOG_FILES",
     "KINDS",
+    "REPLACED",
     "Entry",
     "FolderState",
     "Inventory",
@@ -293,5 +321,6 @@ __all__ = [
     "fingerprints",
     "folder_state",
     "lock_state",
+    "odd_type",
     "take_inventory",
 ]

@@ -1,6 +1,7 @@
 """Checks of the machine and the model: versions, device, BLAS, the model's files, attention backends.
 
-Import kvd.launcher, kvd.model, kvd.attention, kvd.ops and this package; mlx inside functions.
+Import kvd.config, kvd.cores, kvd.errors, kvd.launcher, kvd.record, kvd.store, kvd.model, kvd.attention, kvd.native,
+kvd.ops and this package; mlx and what needs it inside functions.
 """
 
 from __future__ import annotations
@@ -10,16 +11,24 @@ import os
 import platform
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from typing import Final
 
 from kvd import __version__, launcher
 from kvd.config import DEFAULT_BUDGET_BYTES, DEFAULT_MODEL
 from kvd.cores import available_cores
+from kvd.doctor import aside
+from kvd.doctor.aside import NoRoomAside
 from kvd.doctor.context import Context
 from kvd.doctor.findings import Check, notice, ok, problem
 from kvd.doctor.model_state import ModelState
 from kvd.errors import EnvironmentFault, KvdError
+from kvd.model.errors import ModelCorrupt, ModelNotFound
+from kvd.model.folder import MANIFEST
+from kvd.model.hub import is_hub_id
+from kvd.model.registry import is_name
+from kvd.model.sources import CATALOGUE
 from kvd.ops.device import clamp_budget, device_facts
 from kvd.ops.sizes import format_size
 from kvd.record import read_record
@@ -29,6 +38,7 @@ PACKAGES: Final = (
     "mlx-lm",
     "click",
     "gguf",
+    "huggingface_hub",
     "jinja2",
     "msgpack",
     "numpy",
@@ -37,21 +47,43 @@ PACKAGES: Final = (
     "safetensors",
     "structlog",
     "tokenizers",
+    "watchdog",
     "xxhash",
 )
-"""Distributions kvd cannot do without."""
+"""Distributions kvd is built on everywhere, as its metadata has them: of a source tree there is none to ask."""
+
+LINUX_PACKAGES: Final = ("llvmlite",)
+"""Those it has besides on Linux."""
+
+BLAS_PACKAGE: Final = "cmeel-openblas"
+"""The BLAS it has besides on Linux, for the processors of `BLAS_MACHINES`."""
+
+BLAS_MACHINES: Final = ("x86_64", "aarch64")
 
 _BACKENDS_OF_MLX: Final = ("mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "mlx-metal")
 _PIN: Final = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*])?==([^;\s]+)")
 
 
+def needed_packages(system: str, machine: str) -> tuple[str, ...]:
+    """Distributions that an installation has on a platform.
+
+    Args:
+        system: as `sys.platform`.
+        machine: as `platform.machine()`.
+    """
+    if system != "linux":
+        return PACKAGES
+    return (*PACKAGES, *LINUX_PACKAGES, *((BLAS_PACKAGE,) if machine in BLAS_MACHINES else ()))
+
+
 def check_versions(context: Context) -> Iterator[Check]:
     """Python, kvd and what it is built on; mlx and mlx-lm must be the versions that page bytes are promised for."""
-    found = {name: _version(name) for name in (*PACKAGES, *_BACKENDS_OF_MLX)}
+    needed = needed_packages(sys.platform, platform.machine())
+    found = {name: _version(name) for name in (*needed, *_BACKENDS_OF_MLX)}
     versions = {name: version for name, version in found.items() if version is not None}
     facts: dict[str, object] = {"kvd": __version__, "python": platform.python_version(), "packages": versions}
     text = f"kvd {__version__}, Python {platform.python_version()}, mlx {found['mlx']}, mlx-lm {found['mlx-lm']}"
-    absent = [name for name in PACKAGES if found[name] is None]
+    absent = [name for name in needed if found[name] is None]
     both = [name for name in _BACKENDS_OF_MLX if found[name] is not None]
     pins = _pins()
     others = [f"{name} {found[name]}" for name, pin in pins.items() if found.get(name) not in (None, pin)]
@@ -166,13 +198,14 @@ def check_model(context: Context) -> Iterator[Check]:
 
 
 def check_attention(context: Context) -> Iterator[Check]:
-    """Each attention backend against the reference, on this device and the model's shapes."""
+    """Each attention backend that could be chosen here against the reference, on this device and the model's shapes."""
     model = context.model
     if model is None:
         yield notice("attention", "not tried: the model's shapes are not known", "see the check `model`", backends={})
         return
-    from kvd.attention.select import ATTENTION_CHOICES, BACKENDS, self_test
+    from kvd.attention.select import BACKENDS, self_test, suitable_backends
     from kvd.model.probes import probes_for
+    from kvd.native import KernelUnavailable
 
     layouts = [(number, format_id) for number, format_id in enumerate(model.formats.book.default_ids)]
     layouts += [key for key in _formats_on_disk(context, model) if key not in layouts]
@@ -180,18 +213,28 @@ def check_attention(context: Context) -> Iterator[Check]:
         model.spec,
         [(model.spec.groups[group], model.formats.book.layouts[group, key].page_format) for group, key in layouts],
     )
+    recorded = read_record(context.options.data_dir).attention if context.state.may_be_searched else None
+    suitable = suitable_backends()
     results: dict[str, str] = {}
-    for name, make in BACKENDS.items():
+    unavailable: dict[str, str] = {}
+    for name in [name for name in BACKENDS if name in suitable or name == recorded]:
         try:
+            backend = BACKENDS[name]()
             for probe in probes:
-                self_test(make(), probe)
+                self_test(backend, probe)
             results[name] = "ok"
+        except KernelUnavailable as error:  # nothing wrong: the others are there for that
+            unavailable[name] = error.message
         except Exception as error:  # a kernel may fail in any way; each means: not this one
             results[name] = str(error) or repr(error)
     right = [name for name, result in results.items() if result == "ok"]
     wrong = {name: result for name, result in results.items() if result != "ok"}
-    recorded = read_record(context.options.data_dir).attention if context.state.may_be_searched else None
-    facts: dict[str, object] = {"backends": results, "probes": len(probes), "recorded": recorded}
+    facts: dict[str, object] = {
+        "backends": results,
+        "unavailable": unavailable,
+        "probes": len(probes),
+        "recorded": recorded,
+    }
     if wrong:
         words = "; ".join(f"{name}: {result}" for name, result in wrong.items())
         yield notice(
@@ -200,15 +243,17 @@ def check_attention(context: Context) -> Iterator[Check]:
             f"kvd takes {right[0] if right else 'the reference'} by itself; report the difference",
             **facts,
         )
-    elif recorded is not None and recorded not in ATTENTION_CHOICES:
+    elif recorded is not None and recorded not in results:
+        why = f"cannot run here: {unavailable[recorded]}" if recorded in unavailable else "this kvd does not have"
         yield notice(
             "attention",
-            f"the data folder was computed with {recorded}, which this kvd does not have",
+            f"the data folder was computed with {recorded}, which {why}",
             "kvd takes another one and says so; greedy continuations of older agents may differ",
             **facts,
         )
     else:
-        yield ok("attention", f"{', '.join(right)} agree on every shape in use ({len(probes)})", **facts)
+        without = "".join(f"; {name} is not available here ({why})" for name, why in unavailable.items())
+        yield ok("attention", f"{', '.join(right)} agree on every shape in use ({len(probes)}){without}", **facts)
 
 
 def _formats_on_disk(context: Context, model: ModelState) -> list[tuple[int, str]]:
@@ -252,16 +297,29 @@ def _model_facts(model: ModelState) -> dict[str, object]:
 def _model_refused(context: Context, error: KvdError) -> Check:
     name = context.options.model
     facts: dict[str, object] = {"model": name, "error": error.name}
-    if error.name == "model_not_found" and name == DEFAULT_MODEL:
-        return notice(
-            "model", f"{name} is not installed; kvd serve pulls it", f"kvd model pull {shlex.quote(name)}", **facts
-        )
-    if error.name == "model_not_found":
-        return problem("model", error.message, f"kvd model pull {name}, or give --model another name", **facts)
-    remedy = "check the disk" if isinstance(error, EnvironmentFault) else "choose a model that kvd supports"
-    if error.name == "model_corrupt":
-        remedy = f"kvd model pull {name}, or fetch the files again"
+    pull = context.options.model_command("pull")
+    if isinstance(error, ModelNotFound) and name == DEFAULT_MODEL:
+        return notice("model", f"{name} is not installed; kvd serve pulls it", pull, **facts)
+    if isinstance(error, ModelNotFound) and (name in CATALOGUE or is_hub_id(name)):
+        remedy = f"{pull}, or give --model another name"
+    elif isinstance(error, ModelNotFound):
+        remedy = "give --model a name that kvd model list shows, or the path of a folder in mlx-lm's layout"
+    elif isinstance(error, ModelCorrupt):
+        remedy = _refetch(context)
+    elif isinstance(error, NoRoomAside):
+        remedy = aside.REMEDY
+    else:
+        remedy = "check the disk" if isinstance(error, EnvironmentFault) else "choose a model that kvd supports"
     return problem("model", error.message, remedy, **facts)
+
+
+def _refetch(context: Context) -> str:
+    """How to get the files of a damaged model anew: what is installed has to go first, or a pull leaves it as it is."""
+    name, folder = context.options.model, context.options.model_dir
+    if not is_name(name) or not (folder / name / MANIFEST).is_file():
+        return "delete the file that is named, then get it anew from where it came"
+    again = context.options.model_command("pull") if name in CATALOGUE else "kvd model import FILE"
+    return f"{context.options.model_command('rm')} && {again}"
 
 
 def _version(name: str) -> str | None:
@@ -281,4 +339,4 @@ def _pins() -> dict[str, str]:
     return {match[1]: match[2] for match in matches if match is not None and match[1] in ("mlx", "mlx-lm")}
 
 
-__all__ = ["check_attention", "check_blas", "check_device", "check_model", "check_versions"]
+__all__ = ["check_attention", "check_blas", "check_device", "check_model", "check_versions", "needed_packages"]

@@ -1,22 +1,26 @@
 """A model's geometry and page formats without its weights: from headers, configuration and calibration.
 
 The fingerprint is that of `kvd.model.loader.load`. It is computed over a folder of links, so that the digests it
-remembers are not written beside the user's model: a look changes nothing. Imports kvd.model, kvd.formats, kvd.quant.
+remembers are not written beside the user's model: a look changes nothing. Imports kvd.errors, kvd.model, kvd.formats,
+kvd.quant and this package.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from kvd.doctor.aside import aside
+from kvd.errors import EnvironmentFault
 from kvd.model.cache_spec import build_cache_spec, check_supported
-from kvd.model.errors import ModelCorrupt
-from kvd.model.fingerprint import CACHE_FILE, fingerprint
+from kvd.model.errors import ModelIncomplete
+from kvd.model.fingerprint import CACHE_FILE, FingerprintReport, fingerprint
+from kvd.model.folder import check_files
 from kvd.model.registry import ModelFolder, installed, resolve
 from kvd.model.spec import ModelCacheSpec
 from kvd.quant.calibration import CALIBRATION_FILE, load_calibration
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
 
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAX_HEADER_BYTES: Final = 1 << 28
 
 Layouts = Callable[[int, str], PageLayout | None]
 
@@ -71,7 +74,7 @@ def model_state(name: str, model_dir: Path, conditioning_dir: Path) -> ModelStat
         conditioning_dir: constants in the data folder; read only.
 
     Raises:
-        KvdError: there is none, it is not whole, or kvd cannot run it.
+        KvdError: there is none, it is not whole, kvd cannot run it, or there is no room for a folder of links.
     """
     import mlx.core as mx
 
@@ -80,8 +83,10 @@ def model_state(name: str, model_dir: Path, conditioning_dir: Path) -> ModelStat
     folder = resolve(name, model_dir)
     config = folder.config()
     check_supported(config)
-    headers = [weights_header(path) for path in folder.weight_files()]
-    _check_whole(folder, headers)
+    headers = check_files(folder)
+    tokenizer = folder.path / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelIncomplete(f"{tokenizer} is missing", file=str(tokenizer))
     dtype = "float32" if mx.default_device().type == mx.DeviceType.cpu else _stored_dtype(headers)
     found = _fingerprint_aside(folder, dtype)
     spec = build_cache_spec(
@@ -100,28 +105,6 @@ def model_state(name: str, model_dir: Path, conditioning_dir: Path) -> ModelStat
     )
 
 
-def weights_header(path: Path) -> dict[str, Any]:
-    """A safetensors file's header, after checking that the file is as long as the header says.
-
-    Raises:
-        ModelCorrupt: it is not.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            expected_bytes = 8 + length + max(ends, default=0)
-            found_bytes = path.stat().st_size
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelCorrupt(f"{path} is no safetensors file: {error}", file=str(path)) from None
-    if found_bytes != expected_bytes:
-        raise ModelCorrupt(f"{path} has {found_bytes} of {expected_bytes} bytes", file=str(path))
-    return dict(header)
-
-
 def names_by_fingerprint(model_dir: Path) -> dict[str, str]:
     """Which installed model a fingerprint is of, as far as calibrations tell; good enough for a message only."""
     names: dict[str, str] = {}
@@ -129,50 +112,37 @@ def names_by_fingerprint(model_dir: Path) -> dict[str, str]:
         try:
             record = json.loads((model.path / CALIBRATION_FILE).read_text(encoding="utf-8"))
             names[str(record["fingerprint"])] = model.name
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return names
 
 
-def _check_whole(folder: ModelFolder, headers: list[dict[str, Any]]) -> None:
-    """Every tensor that an index names is in a file, and a tokenizer is there."""
-    index = folder.path / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelCorrupt(f"{index} cannot be read: {error}", file=str(index)) from None
-        absent = wanted - {name for header in headers for name in header}
-        if absent:
-            raise ModelCorrupt(
-                f"{len(absent)} of {len(wanted)} tensors of {folder.path} are missing", folder=str(folder.path)
-            )
-    if not (folder.path / "tokenizer.json").is_file():
-        raise ModelCorrupt(f"{folder.path} has no tokenizer.json", folder=str(folder.path))
-
-
-def _stored_dtype(headers: list[dict[str, Any]]) -> str:
+def _stored_dtype(headers: Iterable[dict[str, Any]]) -> str:
     """Dtype of the last norm, which is what a loaded model computes in where weights stay as stored."""
     for header in headers:
         for name, entry in header.items():
             if name.endswith("model.norm.weight"):
-                return _DTYPES.get(entry["dtype"], "float32")
+                return _DTYPES.get(entry.get("dtype"), "float32")
     return "float32"
 
 
-def _fingerprint_aside(folder: ModelFolder, dtype: str) -> Any:  # noqa: ANN401  a FingerprintReport
-    with tempfile.TemporaryDirectory(prefix="kvd-doctor-") as temporary:
-        aside = Path(temporary)
-        for path in folder.path.iterdir():
-            if path.name == CACHE_FILE:
-                (aside / path.name).write_bytes(path.read_bytes())
-            elif path.is_file():
-                (aside / path.name).symlink_to(path.resolve())
-        return fingerprint(ModelFolder(folder.name, aside), compute_dtype=dtype)
+def _fingerprint_aside(folder: ModelFolder, dtype: str) -> FingerprintReport:
+    paths = [path for path in folder.path.iterdir() if path.is_file() and path.name != CACHE_FILE]
+    remembered = b""
+    with contextlib.suppress(OSError):  # then everything is hashed
+        remembered = (folder.path / CACHE_FILE).read_bytes()
+    with aside() as links:
+        (links / CACHE_FILE).write_bytes(remembered)
+        for path in paths:
+            (links / path.name).symlink_to(path.resolve())
+        try:
+            return fingerprint(ModelFolder(folder.name, links), compute_dtype=dtype)
+        except OSError as error:  # it writes nothing that it insists on, so this is the model's disk
+            raise EnvironmentFault(f"the files of {folder.path} cannot be read: {error.strerror or error}") from error
 
 
 def _write_nothing(path: Path, data: bytes) -> None:
     """A look writes nothing."""
 
 
-__all__ = ["Layouts", "ModelState", "model_state", "names_by_fingerprint", "weights_header"]
+__all__ = ["Layouts", "ModelState", "model_state", "names_by_fingerprint"]

@@ -1,24 +1,25 @@
 """Heals a data folder: modes, a stale socket, bad pages, recovery for real, a catalog made anew.
 
 Works only with the folder's lock, so never beside a daemon. Each thing done is said; nothing that a log names is
-deleted, and what is bad goes to quarantine. May be killed anywhere and run again. Imports kvd.store, kvd.quant and
-this package.
+deleted, and what is bad goes to quarantine. May be killed anywhere and run again. Imports kvd.config, kvd.errors,
+kvd.model.errors, kvd.store, kvd.quant and this package.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from kvd.config import DEFAULT_MODEL
 from kvd.doctor.context import Context
 from kvd.doctor.deep import verify_all
 from kvd.doctor.findings import counted
-from kvd.doctor.folder_state import CATALOG_FILES
+from kvd.doctor.folder_state import CATALOG_FILES, REPLACED, Entry, take_inventory
 from kvd.doctor.socket_state import remove_stale
-from kvd.doctor.store_look import ABSENT, UNREADABLE, dry_run, read_catalog
+from kvd.doctor.store_look import ABSENT, UNREADABLE, dry_run, read_catalog, with_types
 from kvd.errors import KvdError
+from kvd.model.errors import ModelNotFound
 from kvd.quant.calibration import load_calibration
 from kvd.quant.conditioning import load_conditioning, save_conditioning
 from kvd.quant.errors import ConditioningDamaged
@@ -49,6 +50,8 @@ def repair(context: Context, done: Callable[[str], None], *, rebuild: bool) -> s
         return f"{state.text}: it is left as it is"
     if state.uid != os.getuid():
         return f"{context.options.data_dir} belongs to user {state.uid}: run the repair as that user"
+    if isinstance(context.model_or_error, ModelNotFound) and context.options.model != DEFAULT_MODEL:
+        return f"there is no model {context.options.model!r}, so nothing was repaired for it or for others"
     root_was_exposed = bool(state.mode & 0o077)
     try:
         context.folder.open()
@@ -71,13 +74,16 @@ def repair(context: Context, done: Callable[[str], None], *, rebuild: bool) -> s
 
 
 def _repair_locked(context: Context, done: Callable[[str], None], *, rebuild: bool) -> None:
-    _correct_modes(context, done)
+    _correct_modes(context, context.inventory.entries, done)
     _guarded(done, "the stale socket", lambda: _remove_socket(context, done))
     _guarded(done, "the conditioning constants", lambda: _restore_constants(context, done))
     if context.options.deep:
         _guarded(done, "corrupt pages", lambda: _put_corrupt_aside(context, done))
     for fingerprint in context.fingerprints:
         _guarded(done, context.title(fingerprint), lambda each=fingerprint: _repair_store(context, each, done, rebuild))  # type: ignore[misc]
+    known = {entry.path for entry in context.inventory.entries}
+    moved = [entry for entry in take_inventory(context.options.data_dir).entries if entry.path not in known]
+    _correct_modes(context, moved, done)  # as what went to quarantine may be: a folder that lay in a catalog's place
 
 
 def _guarded(done: Callable[[str], None], what: str, step: Callable[[], None]) -> None:
@@ -88,8 +94,8 @@ def _guarded(done: Callable[[str], None], what: str, step: Callable[[], None]) -
         done(f"could not repair {what}: {error}")
 
 
-def _correct_modes(context: Context, done: Callable[[str], None]) -> None:
-    for entry in context.inventory.entries:
+def _correct_modes(context: Context, entries: Iterable[Entry], done: Callable[[str], None]) -> None:
+    for entry in entries:
         if not entry.is_exposed or entry.path == context.options.data_dir:
             continue
         mode = 0o700 if entry.file_type == "folder" else 0o600
@@ -145,11 +151,13 @@ def _repair_store(context: Context, fingerprint: str, done: Callable[[str], None
     title = context.title(fingerprint)
     counters: dict[str, int] = {}
     if rebuild:
-        contents, _ = read_catalog(context, fingerprint)
-        counters = {} if contents is None else contents.counters
+        old = read_catalog(context, fingerprint)
+        counters = {} if old.contents is None else old.contents.counters
+        if old.fault or old.unread:
+            done(f"{title}: lifetime counters begin at 0 again, the old catalog tells none: {old.fault or old.unread}")
         aside = _move_catalog_aside(context, fingerprint)
         if aside is not None:
-            done(f"{title}: moved the catalog aside: {aside}")
+            done(f"{title}: moved the catalog, to be replaced, to {aside}")
     _put_strangers_aside(context, fingerprint, done)
     report = recover(
         context.folder,
@@ -158,15 +166,17 @@ def _repair_store(context: Context, fingerprint: str, done: Callable[[str], None
         context.fs,
         full_groups=context.full_groups(fingerprint),
     )
-    for line in _told(report, rebuild=rebuild):
+    for line in _told(with_types(context, fingerprint, report), rebuild=rebuild):
         done(f"{title}: {line}")
     if counters:
-        with contextlib.suppress(*CATALOG_ERRORS):
+        try:
             catalog, _, _ = open_catalog(context.fs, context.folder.catalog_path(fingerprint), fingerprint)
             for name, value in counters.items():
                 catalog.put_counter(name, value)
             catalog.commit()
             catalog.close()
+        except CATALOG_ERRORS as error:
+            done(f"{title}: lifetime counters begin at 0 again, they could not be written: {error}")
 
 
 def _move_catalog_aside(context: Context, fingerprint: str) -> Path | None:
@@ -181,10 +191,10 @@ def _move_catalog_aside(context: Context, fingerprint: str) -> Path | None:
     while any(name.startswith(f"catalog-{number}.") for name in context.fs.listdir(quarantine)):
         number += 1
     for name in found:
-        context.fs.rename(folder / name, quarantine / name.replace("catalog.", f"catalog-{number}.", 1))
+        context.fs.rename(folder / name, quarantine / name.replace(".", f"-{number}{REPLACED}", 1))
     context.fs.fsync_dir(quarantine)
     context.fs.fsync_dir(folder)
-    return quarantine / f"catalog-{number}.sqlite3"
+    return quarantine / f"catalog-{number}{REPLACED}sqlite3"
 
 
 def _told(report: RecoveryReport, *, rebuild: bool) -> list[str]:

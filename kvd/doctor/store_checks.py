@@ -1,6 +1,6 @@
 """Checks of what the data folder holds, one model's folder after the other: logs, pages, catalog, leftovers.
 
-Import kvd.store, kvd.quant and this package.
+Import kvd.ops, kvd.quant and this package.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 from kvd.doctor.context import Context
 from kvd.doctor.deep import DeepResult, verify_all
 from kvd.doctor.findings import Check, counted, notice, ok, problem
-from kvd.doctor.store_look import ABSENT, StoreLook, look
+from kvd.doctor.store_look import ABSENT, NO_FILE, UNREADABLE, StoreLook, look
 from kvd.ops.sizes import format_size
 from kvd.quant.conditioning import load_conditioning
 from kvd.quant.errors import ConditioningDamaged
@@ -90,10 +90,22 @@ def _logs(found: StoreLook, title: str, repair: str, facts: dict[str, object]) -
         ],
         "stale": {f"{namespace}/{agent}": why for (namespace, agent), why in stale.items()},
     }
-    if by_kind["unreadable"]:
-        logs = ", ".join(f"{t.log}: {t.reason}" for t in by_kind["unreadable"][:NAMED])
+    misplaced = [t for t in by_kind["unreadable"] if t.reason.startswith(NO_FILE)]
+    if misplaced:
+        words = ", ".join(f"{t.log}: {t.reason}" for t in misplaced[:NAMED])
         return problem(
-            "logs", f"{title}: the disk refuses to read {logs}", "check the disk; nothing is deleted", **facts
+            "logs",
+            f"{title}: not served: {words}",
+            "stop the daemon and put the file itself back under that name; nothing is deleted until then",
+            **facts,
+        )
+    if by_kind["unreadable"]:
+        words = ", ".join(f"{t.log}: {t.reason}" for t in by_kind["unreadable"][:NAMED])
+        return problem(
+            "logs",
+            f"{title}: the disk refuses to read {words}",
+            "check the disk and the modes; nothing is deleted",
+            **facts,
         )
     if by_kind["corrupt"]:
         words = "; ".join(
@@ -129,14 +141,16 @@ def _logs(found: StoreLook, title: str, repair: str, facts: dict[str, object]) -
 
 
 def _pages(found: StoreLook, title: str, repair: str, facts: dict[str, object], *, known: bool) -> Check:
-    bad = {page_id: why for page_id, why in found.missing.items() if why != ABSENT}
+    refused = {page_id: why for page_id, why in found.missing.items() if why.startswith(UNREADABLE)}
+    bad = {page_id: why for page_id, why in found.missing.items() if why != ABSENT and page_id not in refused}
     lost = [page_id for page_id, why in found.missing.items() if why == ABSENT and found.is_lost(page_id)]
-    gone = [page_id for page_id in found.missing if page_id not in bad and page_id not in lost]
+    gone = [page_id for page_id in found.missing if page_id not in bad | refused and page_id not in lost]
     unknown = sorted({format_id for _, format_id in found.report.unknown_formats})
     facts = facts | {
         "pages": len(found.report.pages),
         "swap_bytes": found.report.swap_bytes,
         "bad": bad,
+        "refused": refused,
         "lost": lost,
         "gone": gone,
         "unknown_formats": unknown,
@@ -148,6 +162,14 @@ def _pages(found: StoreLook, title: str, repair: str, facts: dict[str, object], 
             "pages",
             f"{title}: {counted(len(bad), 'page file')} not as the logs name: {words}",
             f"{repair}; their tokens are computed again",
+            **facts,
+        )
+    if refused:  # they may be good, so no repair touches them
+        words = "; ".join(f"{page_id}: {why}" for page_id, why in list(refused.items())[:NAMED])
+        return problem(
+            "pages",
+            f"{title}: the disk refuses to read {counted(len(refused), 'page file')}: {words}",
+            "check the disk and the modes; their tokens are computed again",
             **facts,
         )
     if lost:
@@ -179,9 +201,18 @@ def _pages(found: StoreLook, title: str, repair: str, facts: dict[str, object], 
 
 def _catalog(found: StoreLook, title: str, rebuild: str, facts: dict[str, object]) -> Check:
     behind, left = found.rows_behind(), found.rows_left()
-    facts = facts | {"judged": not found.live, "fault": found.catalog_fault, "behind_rows": behind, "left_rows": left}
+    unread = found.catalog_unread
+    facts = facts | {
+        "judged": not (found.live or unread),
+        "fault": found.catalog_fault,
+        "unread": unread,
+        "behind_rows": behind,
+        "left_rows": left,
+    }
     if found.live:
         return ok("catalog", f"{title}: not judged, a daemon writes it", **facts)
+    if unread:  # says nothing against it, so nothing is advised that would replace it
+        return notice("catalog", f"{title}: not judged: {unread}", "heal what the line names, then look again", **facts)
     if found.catalog_fault:
         return problem(
             "catalog", f"{title}: it cannot be trusted: {found.catalog_fault}", f"{rebuild}; the logs hold all", **facts
@@ -233,7 +264,9 @@ def _deep(results: list[DeepResult], repair: str) -> Check:
     }
     text = f"{counted(pages, 'page')} and {counted(records, 'log record')}, {format_size(read_bytes)} read"
     if unreadable:
-        return problem("deep", f"{text}; the disk refused: {', '.join(unreadable[:NAMED])}", "check the disk", **facts)
+        return problem(
+            "deep", f"{text}; cannot be read: {', '.join(unreadable[:NAMED])}", "heal what the line names", **facts
+        )
     if bad or logs:
         words = "; ".join([*(f"{page}: {why}" for page, why in bad.items()), *logs][:NAMED])
         return problem(

@@ -5,30 +5,51 @@ a copy of it is opened elsewhere. Under a running daemon logs grow, pages come b
 leave after them, and the catalog is in flux: there two looks are taken, only what both saw counts, and the catalog is
 left alone.
 
-Imports kvd.store and this package.
+Imports kvd.ids, kvd.store and this package.
 """
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
+from kvd.doctor.aside import NoRoomAside, aside
 from kvd.doctor.context import Context
-from kvd.doctor.folder_state import CATALOG_FILES
+from kvd.doctor.folder_state import CATALOG_FILES, odd_type
 from kvd.ids import PageId
 from kvd.store.catalog import CATALOG_ERRORS, CatalogContents, open_catalog
 from kvd.store.fs import RealFileSystem
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import AgentRef, LogTrouble, RecoveryReport
+from kvd.store.swap_dir import SwapDir
 
 ABSENT: Final = "no file"
 """Recovery's reason for a page that a log names and that is not there."""
 
 UNREADABLE: Final = "unreadable"
 """How recovery's reason for a page begins that the disk refused to read: it may be good."""
+
+NO_FILE: Final = "in the place of the file is"
+"""How the reason begins for a page or log whose name is that of a link or folder: the disk is well."""
+
+_ROOM_BYTES: Final = 1 << 20
+"""What SQLite may write beside a copy of the catalog and its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogLook:
+    """What a catalog says.
+
+    Attributes:
+        contents: its rows; None when there is none, it cannot be trusted, or it was not looked at.
+        fault: why it cannot be trusted; empty when it can, when there is none, or when it was not looked at.
+        unread: why it could not be looked at, which says nothing against it; empty when it was.
+    """
+
+    contents: CatalogContents | None = None
+    fault: str = ""
+    unread: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +64,7 @@ class StoreLook:
         missing: pages that logs name and that cannot be served, with the reason.
         catalog: what the catalog knows; None when it is not there, cannot be read, or a daemon writes it.
         catalog_fault: why it cannot be trusted; empty when it can or was not looked at.
+        catalog_unread: why it could not be looked at.
     """
 
     fingerprint: str
@@ -52,6 +74,7 @@ class StoreLook:
     missing: dict[PageId, str]
     catalog: CatalogContents | None
     catalog_fault: str
+    catalog_unread: str
 
     def is_lost(self, page_id: PageId) -> bool:
         """Whether a missing page went since the catalog was written: nobody has been told yet."""
@@ -100,8 +123,7 @@ def look(context: Context, fingerprint: str) -> StoreLook:
     live = context.lock.held
     report = dry_run(context, fingerprint)
     troubles, missing = report.log_troubles, report.missing_pages
-    catalog: CatalogContents | None = None
-    fault = ""
+    catalog = CatalogLook()
     if live:
         troubles = tuple(trouble for trouble in troubles if trouble.kind != "torn")
         if troubles or missing:
@@ -110,9 +132,9 @@ def look(context: Context, fingerprint: str) -> StoreLook:
             troubles = tuple(each for each in troubles if (each.log, each.kind, each.offset) in known)
             missing = {page_id: why for page_id, why in missing.items() if page_id in again.missing_pages}
     else:
-        catalog, fault = read_catalog(context, fingerprint)
-        troubles = tuple(_judged(trouble, report, catalog) for trouble in troubles)
-    return StoreLook(fingerprint, live, report, troubles, missing, catalog, fault)
+        catalog = read_catalog(context, fingerprint)
+        troubles = tuple(_judged(trouble, report, catalog.contents) for trouble in troubles)
+    return StoreLook(fingerprint, live, report, troubles, missing, catalog.contents, catalog.fault, catalog.unread)
 
 
 def _judged(trouble: LogTrouble, report: RecoveryReport, catalog: CatalogContents | None) -> LogTrouble:
@@ -127,30 +149,44 @@ def _judged(trouble: LogTrouble, report: RecoveryReport, catalog: CatalogContent
     return replace(trouble, kind="corrupt", agent=ref) if lost else trouble
 
 
-def read_catalog(context: Context, fingerprint: str) -> tuple[CatalogContents | None, str]:
-    """The catalog's rows from a copy, and why it cannot be trusted (empty when it can, or when there is none)."""
+def read_catalog(context: Context, fingerprint: str) -> CatalogLook:
+    """The catalog's rows, from a copy."""
     source = context.folder.catalog_path(fingerprint)
-    with tempfile.TemporaryDirectory(prefix="kvd-doctor-") as temporary:
-        copy = Path(temporary) / CATALOG_FILES[0]
-        try:
-            if context.fs.stat(source) is None:
-                return None, ""
-            for name in (CATALOG_FILES[0], CATALOG_FILES[1], CATALOG_FILES[3]):  # the index beside it is made anew
-                with contextlib.suppress(FileNotFoundError):
-                    (Path(temporary) / name).write_bytes(context.fs.read(source.with_name(name)))
-        except OSError as error:
-            return None, error.strerror or str(error)
-        try:
-            catalog, contents, facts = open_catalog(RealFileSystem(), copy, fingerprint)
-        except CATALOG_ERRORS as error:
-            return None, str(error)
-        catalog.close()
-    return (None, facts[0].partition(": ")[2]) if facts else (contents, "")
+    files: dict[str, bytes] = {}
+    try:
+        if context.fs.stat(source) is None:
+            return CatalogLook()
+        odd = {name: odd_type(source.with_name(name)) for name in CATALOG_FILES}
+        faults = [f"{name} is {found}" for name, found in odd.items() if found]
+        if faults:
+            return CatalogLook(fault=", ".join(faults))
+        for name in (CATALOG_FILES[0], CATALOG_FILES[1], CATALOG_FILES[3]):  # the index beside it is made anew
+            with contextlib.suppress(FileNotFoundError):
+                files[name] = context.fs.read(source.with_name(name))
+    except OSError as error:
+        return CatalogLook(unread=f"the disk refuses to read it: {error.strerror or error}")
+    try:
+        with aside() as folder:
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
+            room = folder / "room"  # SQLite grows files; where it could not, it would find fault with the catalog
+            room.write_bytes(bytes(_ROOM_BYTES + len(files.get(CATALOG_FILES[1], b""))))
+            room.unlink()
+            try:
+                catalog, contents, facts = open_catalog(RealFileSystem(), folder / CATALOG_FILES[0], fingerprint)
+                catalog.close()
+            except OSError:
+                raise
+            except CATALOG_ERRORS as error:
+                return CatalogLook(fault=str(error))
+    except NoRoomAside as error:
+        return CatalogLook(unread=error.message)
+    return CatalogLook(fault=facts[0].partition(": ")[2]) if facts else CatalogLook(contents)
 
 
 def dry_run(context: Context, fingerprint: str) -> RecoveryReport:
     """What recovery would find; every page's header is read, as no catalog stands in for it."""
-    return recover(
+    report = recover(
         context.folder,
         fingerprint,
         context.layouts(fingerprint),
@@ -158,6 +194,33 @@ def dry_run(context: Context, fingerprint: str) -> RecoveryReport:
         full_groups=context.full_groups(fingerprint),
         dry_run=True,
     )
+    return with_types(context, fingerprint, report)
 
 
-__all__ = ["ABSENT", "UNREADABLE", "StoreLook", "dry_run", "look", "read_catalog"]
+def with_types(context: Context, fingerprint: str, report: RecoveryReport) -> RecoveryReport:
+    """A report whose reasons name the type of what is no file, where recovery has the words of a disk that refuses."""
+    swap, agents = SwapDir(context.folder, fingerprint, context.fs), context.folder.agents_folder(fingerprint)
+    missing = dict(report.missing_pages)
+    for page_id in [page_id for page_id, why in missing.items() if why.startswith(UNREADABLE)]:
+        found = odd_type(swap.path(page_id))
+        if found:
+            missing[page_id] = f"{NO_FILE} {found}"
+    odd = {each.log: odd_type(agents / each.log) for each in report.log_troubles if each.kind == "unreadable"}
+    troubles = tuple(
+        replace(each, reason=f"{NO_FILE} {odd[each.log]}") if odd.get(each.log) else each
+        for each in report.log_troubles
+    )
+    return replace(report, missing_pages=missing, log_troubles=troubles)
+
+
+__all__ = [
+    "ABSENT",
+    "NO_FILE",
+    "UNREADABLE",
+    "CatalogLook",
+    "StoreLook",
+    "dry_run",
+    "look",
+    "read_catalog",
+    "with_types",
+]

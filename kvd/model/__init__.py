@@ -11,17 +11,18 @@
 - `gguf_layout`, `gguf_file`: a GGUF file, checked to be whole; `gguf_families`, `gguf_import`, `weights_file`: from it
   to config and safetensors; `gguf_pieces`, `gguf_sentencepiece`, `gguf_tokenizer`: to a tokenizer.
 - `vocabulary`, `encoders`, `tokenizer`, `incremental`: `TextCodec`, the only door between text and token ids.
-- `template`: chat messages to typed text.
+- `template`: chat messages to typed text; `template_sandbox`: where a template runs, and how much it may do.
 - `fingerprint`: the digest that keys every cached page.
 - `loader`: the only door to mlx_lm.
 - `cache`, `dispatch`, `forward`: the cache object and the attention hook that models meet, and the step that runs them.
+- `latent`: DeepSeek V3's attention over pages, in place of mlx-lm's.
 - `page_writer`: new keys and values into frames, by the compiled codec or numpy.
 - `cpu_assist`, `host_block`, `block_kernels`: transformer blocks that run outside mlx on Linux CPUs.
 - `probes`: the shapes that an attention backend is tested with at start.
 - `errors`: the package's errors.
 
 May import kvd.ids, kvd.errors, kvd.quant.spec and kvd.vm.text; mlx only inside `loader`, `pull`, `cache`, `forward`,
-`dispatch` and `probes`. This file imports nothing heavy: `kvd.model.spec` is used by packages without mlx.
+`dispatch`, `latent` and `probes`. This file imports nothing heavy: `kvd.model.spec` is used by packages without mlx.
 """
 
 from __future__ import annotations

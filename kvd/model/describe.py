@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvd.errors import KvdError
-from kvd.model.folder import ModelFolder
+from kvd.model.folder import ModelFolder, check_files
 
 
 def describe(folder: ModelFolder) -> dict[str, Any]:
     """Facts about a model folder from its files: plain data.
 
     Raises:
-        ModelCorrupt: configuration, manifest or weights are missing or unreadable.
+        ModelCorrupt: configuration, manifest or weights are missing, cut short or unreadable.
     """
+    check_files(folder)
     config = folder.config()
     inner = config.get("text_config")
     text = {**config, **inner} if isinstance(inner, dict) else config  # multimodal repositories nest the language model
@@ -77,7 +78,7 @@ def stored_calibration(folder: ModelFolder) -> Mapping[str, Any] | None:
             "ppl_ratio": float(chosen["ratio"]),
             "scores": {name: float(score["ratio"]) for name, score in scores.items()},
         }
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

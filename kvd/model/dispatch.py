@@ -3,9 +3,10 @@
 mlx-lm's model files import `scaled_dot_product_attention` by name, so the function is replaced in the module whose code
 calls it: the one that defines the attention class, not the wrapper that was loaded (Gemma 3's text model lives in
 `gemma3_text`). A cache with a method `attend` (`KvLayerCache`, and the caches of calibration) is asked; calls with any
-other cache go to the original. Nothing else of mlx-lm is changed.
+other cache go to the original. DeepSeek V3 does arithmetic on what a cache returns, so there the call of the attention
+class is replaced as a whole (`kvd.model.latent`), by the same rule. Nothing else of mlx-lm is changed.
 
-May import mlx and kvd.model.errors.
+May import mlx, kvd.model.errors and latent.
 """
 
 from __future__ import annotations
@@ -15,14 +16,29 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
+from kvd.model import latent
 from kvd.model.errors import UnsupportedModel
 
 _FUNCTION: Final = "scaled_dot_product_attention"
 _ORIGINAL: Final = "__kvd_original__"
+
+
+class _Place(NamedTuple):
+    """A function that is replaced.
+
+    Attributes:
+        owner: the module or class that holds it.
+        name: under this name.
+        wrap: makes the replacement from what is there.
+    """
+
+    owner: Any
+    name: str
+    wrap: Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
 
 
 def install(model: Any) -> tuple[str, ...]:  # noqa: ANN401  the mlx-lm door
@@ -37,26 +53,28 @@ def install(model: Any) -> tuple[str, ...]:  # noqa: ANN401  the mlx-lm door
     Raises:
         UnsupportedModel: no layer's class comes from a module that imports the function; nothing was changed.
     """
-    modules = attention_modules(model)
-    if not modules:
+    places = _places(model)
+    if not places:
         raise UnsupportedModel(f"no layer of {type(model).__module__} calls mlx-lm's {_FUNCTION}")
-    for module in modules:
-        current = getattr(module, _FUNCTION)
+    for place in places:
+        current = getattr(place.owner, place.name)
         if not hasattr(current, _ORIGINAL):
-            setattr(module, _FUNCTION, _dispatcher(current))
-    return tuple(sorted(module.__name__ for module in modules))
+            replacement = place.wrap(current)
+            setattr(replacement, _ORIGINAL, current)
+            setattr(place.owner, place.name, replacement)
+    return tuple(sorted(module.__name__ for module in attention_modules(model)))
 
 
 @contextlib.contextmanager
 def dispatching(model: Any) -> Iterator[None]:  # noqa: ANN401
     """The dispatcher is installed inside the block; afterwards everything is as it was before."""
-    before = {module: getattr(module, _FUNCTION) for module in attention_modules(model)}
+    before = [(place, getattr(place.owner, place.name)) for place in _places(model)]
     install(model)
     try:
         yield
     finally:
-        for module, function in before.items():
-            setattr(module, _FUNCTION, function)
+        for place, function in before:
+            setattr(place.owner, place.name, function)
 
 
 def attention_modules(model: Any) -> list[ModuleType]:  # noqa: ANN401
@@ -69,6 +87,12 @@ def attention_modules(model: Any) -> list[ModuleType]:  # noqa: ANN401
         if module is not None and _FUNCTION in vars(module):
             found[module.__name__] = module
     return list(found.values())
+
+
+def _places(model: Any) -> list[_Place]:  # noqa: ANN401
+    """Everything that is replaced for a model."""
+    functions = [_Place(module, _FUNCTION, _dispatcher) for module in attention_modules(model)]
+    return functions + [_Place(kind, "__call__", latent.attending) for kind in latent.attention_classes(model)]
 
 
 def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -92,5 +116,4 @@ def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
             other["sinks"] = sinks
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **other)
 
-    setattr(dispatch, _ORIGINAL, original)
     return dispatch

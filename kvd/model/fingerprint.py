@@ -93,7 +93,7 @@ def _file_digest(path: Path) -> str:
 def _read_cache(folder: Path) -> Mapping[str, dict[str, Any]]:
     try:
         value = json.loads((folder / CACHE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     entries = value.get("files") if isinstance(value, dict) and value.get("version") == FINGERPRINT_VERSION else None
     if not isinstance(entries, dict):

@@ -89,27 +89,34 @@ class ModelFolder:
         return str(stated) if stated else None
 
 
-def check_files(folder: ModelFolder) -> None:
-    """Check that the configuration and every weight file are there and of full length.
+def check_files(folder: ModelFolder) -> tuple[dict[str, Any], ...]:
+    """Check that the configuration and every weight file are there, each as long as it says, with its tensors.
+
+    Returns:
+        The headers of the weight files, in the order of `ModelFolder.weight_files`.
 
     Raises:
         ModelIncomplete: a file is missing.
-        ModelCorrupt: a file is cut short or is not what its name says. Both name the file.
+        ModelCorrupt: a file is cut short, has too much, or is not what its name says. Both name the file.
     """
     folder.config()
     files = folder.weight_files()
     names = {file.name for file in files}
-    for name in sorted({*_indexed(folder.path), *_siblings(names)} - names):
+    indexed = _indexed(folder.path)
+    for name in sorted({*indexed.values(), *_siblings(names)} - names):
         raise ModelIncomplete(
             f"{folder.path / name} is missing; its model has more weight files than are here",
             file=str(folder.path / name),
         )
-    for file in files:
-        check_safetensors(file)
+    headers = {file.name: check_safetensors(file) for file in files}
+    for tensor, name in indexed.items():
+        if tensor not in headers[name]:
+            raise _corrupt(folder.path / name, f"lacks the tensor {tensor}, which {INDEX} says is in it")
+    return tuple(headers.values())
 
 
-def check_safetensors(file: Path) -> None:
-    """Check that a safetensors file is as long as its header says.
+def check_safetensors(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file, which is exactly as long as its header says: bytes after it are damage too.
 
     Layout (safetensors' format page): 8 bytes little-endian length of the header, the header as JSON, then the bytes
     of the tensors, of which `data_offsets` gives begin and end.
@@ -137,6 +144,9 @@ def check_safetensors(file: Path) -> None:
         raise _corrupt(file, "has an unreadable safetensors header") from None
     if needed > size:
         raise _corrupt(file, f"is cut short: {size} bytes of {needed}")
+    if needed < size:
+        raise _corrupt(file, f"has bytes after its end: {size} bytes instead of {needed}")
+    return dict(header)
 
 
 def _ends(header: dict[str, Any]) -> Iterator[int]:
@@ -150,15 +160,15 @@ def _ends(header: dict[str, Any]) -> Iterator[int]:
         yield int(end)
 
 
-def _indexed(path: Path) -> set[str]:
-    """The weight files that the index names; none without an index."""
+def _indexed(path: Path) -> dict[str, str]:
+    """The weight file of each tensor that the index names; none without an index."""
     index = path / INDEX
     if not index.exists():
-        return set()
+        return {}
     files = read_object(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise _corrupt(index, "does not map tensors to files")
-    return set(files.values())
+    return files
 
 
 def _siblings(names: set[str]) -> set[str]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 T = TypeVar("T", str, int, float, bool)
+
+_NUMBERS: Final[Mapping[type, str]] = {int: "iu", float: "f", bool: "b"}
+"""Kinds of NumPy's types whose elements become a type of Python's."""
 
 
 @cache
@@ -125,15 +128,19 @@ class GgufFile:
         Raises:
             ModelCorrupt: the value is no array, or has elements that are no `kind`.
         """
-        value = self._metadata.get(key, [])
-        if not isinstance(value, list) or (kind is not None and not all(type(item) is kind for item in value)):
-            wanted = kind.__name__ if kind else "values"
-            raise ModelCorrupt(f"{self.path}: {key} is {_brief(value)}, expected an array of {wanted}", key=key)
-        return list(value)
+        value: Any = self._metadata.get(key, [])
+        if isinstance(value, list) and (kind in (None, str) or not value):
+            return list(value)
+        if isinstance(value, np.ndarray) and (
+            kind is None or value.dtype.kind in _NUMBERS.get(kind, "") or not value.size
+        ):
+            return list(value.tolist())
+        wanted = kind.__name__ if kind else "values"
+        raise ModelCorrupt(f"{self.path}: {key} is {_brief(value)}, expected an array of {wanted}", key=key)
 
     def is_array(self, key: str) -> bool:
         """Whether the metadata has an array under `key`."""
-        return isinstance(self._metadata.get(key), list)
+        return isinstance(self._metadata.get(key), list | np.ndarray)
 
     def check_types(self) -> None:
         """Refuse tensor types that cannot be dequantised, before a conversion starts.
@@ -141,10 +148,13 @@ class GgufFile:
         Raises:
             UnsupportedModel: names the tensor, its type and the types that can be imported.
         """
-        for name, tensor in self._tensors.items():
-            if not can_dequantise(tensor.type_id):
-                kind, known = self._kind(name).name, ", ".join(tensor_types())
-                raise UnsupportedModel(f"tensor type {kind} of {name} is not supported; supported: {known}", type=kind)
+        for name in self._tensors:
+            self._check_type(name)
+
+    def _check_type(self, name: str) -> None:
+        if not can_dequantise(self._tensors[name].type_id):
+            kind, known = self._kind(name).name, ", ".join(tensor_types())
+            raise UnsupportedModel(f"tensor type {kind} of {name} is not supported; supported: {known}", type=kind)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A tensor dequantised to float32, of shape `shapes[name]`.
@@ -152,12 +162,8 @@ class GgufFile:
         Raises:
             UnsupportedModel: its type is one `tensor_types` lacks.
         """
+        self._check_type(name)
         place, kind = self._tensors[name], self._kind(name)
-        if not can_dequantise(place.type_id):
-            known = ", ".join(tensor_types())
-            raise UnsupportedModel(
-                f"tensor type {kind.name} of {name} is not supported; supported: {known}", type=kind.name
-            )
         elements, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
         row_bytes = place.shape[-1] // elements * block_bytes
         raw = self._data[place.start : place.start + place.n_bytes].reshape(*place.shape[:-1], row_bytes)
@@ -168,7 +174,7 @@ class GgufFile:
         """blake2b-128 of all metadata, keys in order; two files that differ only in weights have the same."""
         digest = hashlib.blake2b(digest_size=16)
         for key in sorted(self._metadata):
-            value = json.dumps(self._metadata[key], ensure_ascii=True, default=str)
+            value = json.dumps(self._metadata[key], ensure_ascii=True, default=np.ndarray.tolist)
             digest.update(f"{key}={value}\n".encode())
         return digest.hexdigest()
 
@@ -180,5 +186,5 @@ class GgufFile:
 
 def _brief(value: object) -> str:
     """A value for a message, without the rest of a long one."""
-    text = f"an array of {len(value)}" if isinstance(value, list) else repr(value)
+    text = f"an array of {len(value)}" if isinstance(value, list | np.ndarray) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -18,11 +18,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.model.cache_spec import check_supported
+from kvd.model.errors import ModelCorrupt
 from kvd.model.gguf_families import FAMILIES, build_config, family_of, tensor_names
 from kvd.model.gguf_file import GgufFile
 from kvd.model.gguf_tokenizer import build_tokenizer, build_tokenizer_config, check_token_ids
 from kvd.model.progress import Reporter
 from kvd.model.sources import WeightsDtype
+from kvd.model.template import check_template
 from kvd.model.weights_file import TensorPlan, write_weights
 
 GGUF_ARCHITECTURES: Final = tuple(FAMILIES)
@@ -60,20 +63,24 @@ def unpermute(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 def import_gguf(source: Path, folder: Path, *, dtype: WeightsDtype, reporter: Reporter) -> ImportedGguf:
     """Write an mlx-lm folder for the GGUF file `source` into the existing `folder`.
 
-    Everything that can be refused is refused before anything is written: a file that was cut short, tensors that are
-    missing or misshapen or of a type nobody can read, a tokenizer kvd cannot run. The caller makes the folder durable.
+    Everything that can be refused is refused before anything is written: a file that was cut short, a shape or a chat
+    template kvd cannot run, tensors that are missing or misshapen or of a type nobody can read, a tokenizer kvd cannot
+    run. Only values that are no numbers are found later, as each tensor is read. The caller makes the folder durable,
+    or removes what is there after an error.
 
     Raises:
-        UnsupportedModel: architecture, tokenizer or tensor type; the message names those that are supported.
+        UnsupportedModel: architecture, shape, tokenizer or tensor type; the message names those that are supported.
         ModelCorrupt: the file is damaged or incomplete.
     """
     file = GgufFile(source)
     config = build_config(file)
     file.check_types()
-    plans = _plans(file, config)
+    plans = _plans(file, config, dtype)
     tokenizer = build_tokenizer(file)
     settings = build_tokenizer_config(file)
+    check_template(settings.get("chat_template", ""))
     check_token_ids(file, tokenizer, config["vocab_size"])
+    check_supported(config)
     config["torch_dtype"] = dtype
     item_bytes = 4 if dtype == "float32" else 2
     parameters = sum(int(np.prod(plan.shape, dtype=np.int64)) for plan in plans)
@@ -93,22 +100,31 @@ def import_gguf(source: Path, folder: Path, *, dtype: WeightsDtype, reporter: Re
     )
 
 
-def _plans(file: GgufFile, config: Mapping[str, Any]) -> list[TensorPlan]:
+def _plans(file: GgufFile, config: Mapping[str, Any], dtype: WeightsDtype) -> list[TensorPlan]:
     """Every tensor of the folder, checked against the file."""
     family = family_of(file)
     rotary = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    most = float(np.finfo(np.float16 if dtype == "float16" else np.float32).max)
     plans: list[TensorPlan] = []
     for name, new_name in tensor_names(file, config).items():
         part = name.split(".")[2] if name.startswith("blk.") else ""
         heads = rotary.get(part) if family.interleaved else None
         shift = -1.0 if family.shifted_norms and name.endswith("norm.weight") else 0.0
-        plans.append(TensorPlan(new_name, file.shapes[name], partial(_load, file, name, heads, shift)))
+        plans.append(TensorPlan(new_name, file.shapes[name], partial(_load, file, name, heads, shift, most)))
     return plans
 
 
-def _load(file: GgufFile, name: str, rotary_heads: int | None, shift: float) -> NDArray[np.float32]:
-    """One tensor; q and k rows in half-split order, norms without the one that mlx-lm adds."""
-    values = file.tensor(name)
+def _load(file: GgufFile, name: str, rotary_heads: int | None, shift: float, most: float) -> NDArray[np.float32]:
+    """One tensor; q and k rows in half-split order, norms without the one that mlx-lm adds.
+
+    Raises:
+        ModelCorrupt: a value is no number, or beyond `most`: every answer of such a model would be no number either.
+    """
+    with np.errstate(all="ignore"):  # a damaged scale overflows while it is multiplied; the check below says so
+        values = file.tensor(name)
+        low, high = (float(bound) for bound in (values.min(initial=0), values.max(initial=0)))
+    if not (-most <= low and high <= most):  # also with NaN, which both bounds pass on
+        raise ModelCorrupt(f"{file.path}: the tensor {name} holds values that are no finite numbers", tensor=name)
     if rotary_heads is not None:
         return unpermute(values, rotary_heads)
     return values + np.float32(shift) if shift else values

@@ -1,9 +1,10 @@
 """The container of a GGUF file: metadata and where each tensor lies, checked against the file's size.
 
 Theory of operation. All counts and lengths in the file are untrusted. Each is compared with the bytes that are left
-before anything is read or made, so a damaged count costs an error, not memory. Every tensor's last byte must lie
-inside the file: a file that was cut anywhere is found here, before a conversion starts. Source of the layout: the GGUF
-specification, versions 2 and 3 (little endian). May import kvd.model.errors only.
+before anything is read or made, and all that is not tensor data has to lie in the first 64 MiB, so a damaged count
+costs an error, not memory. Arrays of numbers stay views of the file until somebody asks for them. Every tensor's last
+byte must lie inside the file: a file that was cut anywhere is found here, before a conversion starts. Source of the
+layout: the GGUF specification, versions 2 and 3 (little endian). May import kvd.model.errors only.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ _MAX_DIMENSIONS: Final = 4
 _MIN_ENTRY_BYTES: Final = 12
 """The least a metadata entry or a tensor description takes: a name's length and a type."""
 _ENTRY_COUNT_BYTES: Final = 8
+_MAX_ENTRIES: Final = 1 << 16
+"""Metadata entries, and tensors; models have thousands at most. As objects in memory each takes half a kilobyte."""
+MAX_FRONT_BYTES: Final = 1 << 26
+"""All that lies before the tensors' data; vocabularies of a quarter million tokens with their merges take 20 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Metadata by key, and tensors by name."""
+    """Metadata by key (arrays of numbers as NumPy arrays, of text as lists), and tensors by name."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorPlace]
@@ -68,7 +73,8 @@ def read_layout(data: NDArray[np.uint8], *, name: str, block_sizes: Mapping[int,
         block_sizes: GGML tensor type to (elements of a block, bytes of a block).
 
     Raises:
-        ModelCorrupt: no GGUF, cut short, or a count or length that cannot be.
+        ModelCorrupt: no GGUF, cut short, a count or length that cannot be, or more than `MAX_FRONT_BYTES` before the
+            data.
         UnsupportedModel: another version or byte order, or a tensor type that is not in `block_sizes`.
     """
     return _Cursor(data, name, block_sizes).layout()
@@ -82,6 +88,7 @@ class _Cursor:
         self._name = name
         self._block_sizes = block_sizes
         self._at = 0
+        self._most = min(len(self._data), MAX_FRONT_BYTES)
 
     def layout(self) -> Layout:
         """Everything before the data, and the bounds of the data."""
@@ -93,6 +100,8 @@ class _Cursor:
             known = ", ".join(map(str, VERSIONS))
             raise UnsupportedModel(f"{self._name} is {kind}; supported: little-endian GGUF versions {known}")
         tensors, entries = self._count(_MIN_ENTRY_BYTES), self._count(_MIN_ENTRY_BYTES)
+        if max(tensors, entries) > _MAX_ENTRIES:
+            raise self._refusal(f"{tensors} tensors and {entries} metadata entries, expected {_MAX_ENTRIES} at most")
         metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self._string()
@@ -145,15 +154,14 @@ class _Cursor:
             return self._scalar(_SCALARS[kind])
         raise self._refusal(f"unknown metadata type {kind}")
 
-    def _array(self) -> list[object]:
+    def _array(self) -> list[str] | NDArray[Any]:
         kind = self._whole("<I")
         if kind == _STRING:
             return [self._string() for _ in range(self._count(_ENTRY_COUNT_BYTES))]
         if kind in _SCALARS:
             form = np.dtype(_SCALARS[kind] if kind != 7 else "?")
             count = self._count(form.itemsize)
-            values: list[object] = np.frombuffer(self._take(count * form.itemsize), dtype=form).tolist()
-            return values
+            return np.frombuffer(self._take(count * form.itemsize), dtype=form)
         raise self._refusal(f"an array of metadata type {kind}")
 
     def _string(self) -> str:
@@ -167,8 +175,8 @@ class _Cursor:
     def _count(self, least_bytes: int) -> int:
         """A count of things of at least `least_bytes` each, which the rest of the file has room for."""
         count = self._whole("<Q")
-        if count * least_bytes > len(self._data) - self._at:
-            raise self._refusal(f"cut short: {count} entries announced at byte {self._at - 8} of {len(self._data)}")
+        if count * least_bytes > self._most - self._at:
+            raise self._too_much(f"{count} entries announced at byte {self._at - 8}", self._at + count * least_bytes)
         return count
 
     def _whole(self, form: str) -> int:
@@ -181,11 +189,17 @@ class _Cursor:
 
     def _take(self, n_bytes: int) -> memoryview:
         end = self._at + n_bytes
-        if end > len(self._data):
-            raise self._refusal(f"cut short: {n_bytes} bytes expected at byte {self._at} of {len(self._data)}")
+        if end > self._most:
+            raise self._too_much(f"{n_bytes} bytes expected at byte {self._at}", end)
         taken = self._data[self._at : end]
         self._at = end
         return taken
+
+    def _too_much(self, what: str, end: int) -> ModelCorrupt:
+        """The refusal of something that would end at byte `end`, beyond the file or what may lie before the data."""
+        if end > len(self._data):
+            return self._refusal(f"cut short: {what} of {len(self._data)}")
+        return self._refusal(f"{what}, but all before the tensors' data has to lie in {MAX_FRONT_BYTES >> 20} MiB")
 
     def _refusal(self, reason: str) -> ModelCorrupt:
         return ModelCorrupt(f"{self._name} is not a readable GGUF file: {reason}", file=self._name)

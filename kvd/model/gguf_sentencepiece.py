@@ -8,7 +8,7 @@ split, the first part shortest first, because that pair is the one further left 
 User-defined pieces are matched before any joining, the longest first; they are added tokens, matched in the normalised
 text (`▁` for space), as SentencePiece does, so they are written with `▁` here. Control pieces, the unknown piece and
 byte pieces are never the result of a join. Bytes of a character without a piece become byte pieces. Source:
-`bpe_model.cc` of SentencePiece. May import `gguf_pieces` only.
+`bpe_model.cc` of SentencePiece. May import `gguf_pieces` and kvd.model.errors only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvd.model.errors import ModelCorrupt
 from kvd.model.gguf_pieces import TokenType, added_tokens
 
 SPACE_MARK: Final = "▁"
+MAX_PIECE: Final = 512
+"""Letters of a piece that can be joined. Trainers stop at 16; splitting one takes the square of its length."""
 
 
 def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[list[str]]:
@@ -31,6 +34,9 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Se
 
     Returns:
         [left, right] in the order in which they are joined.
+
+    Raises:
+        ModelCorrupt: a piece is longer than any vocabulary's.
     """
     joinable = (TokenType.NORMAL, TokenType.USER_DEFINED)
     known = {token for token, kind in zip(tokens, types, strict=True) if kind in joinable}
@@ -38,6 +44,9 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Se
         (token_id for token_id, token in enumerate(tokens) if len(token) > 1 and types[token_id] in joinable),
         key=lambda token_id: (-scores[token_id], token_id),
     )
+    longest = max((len(tokens[token_id]) for token_id in order), default=0)
+    if longest > MAX_PIECE:
+        raise ModelCorrupt(f"the tokenizer has a token of {longest} letters; there may be {MAX_PIECE}")
     merges: list[list[str]] = []
     for token_id in order:
         token = tokens[token_id]

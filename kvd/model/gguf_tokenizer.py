@@ -48,9 +48,8 @@ PRE_TOKENIZERS: Final[Mapping[str, list[dict[str, Any]]]] = {
 }
 """`tokenizer.ggml.pre` of byte-level vocabularies to the pre-tokeniser it names."""
 
-_WHOLE_WORDS: Final = frozenset({"llama-bpe", "llama3", "llama-v3"})
-"""Pre-tokenisers whose models take a word that is a token as it is, before any merge."""
-
+_LLAMA3: Final = frozenset({"llama-bpe", "llama3", "llama-v3"})
+"""Pre-tokenisers of Llama 3: its models take a word that is a token as it is, before any merge, and expect a BOS."""
 
 _COMPOSED: Final = frozenset({"qwen2"})
 """Pre-tokenisers whose models were trained on text in Unicode's composed form (NFC)."""
@@ -128,7 +127,7 @@ def _byte_level_spec(file: GgufFile, tokens: list[str], types: list[int]) -> dic
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": pre in _WHOLE_WORDS,
+            "ignore_merges": pre in _LLAMA3,
             "vocab": vocab,
             "merges": merges,
         },
@@ -138,11 +137,12 @@ def _byte_level_spec(file: GgufFile, tokens: list[str], types: list[int]) -> dic
 def build_tokenizer_config(file: GgufFile) -> dict[str, Any]:
     """The `tokenizer_config.json` object: named tokens, BOS policy, chat template.
 
-    Stated defaults for absent metadata: a BOS is added for SentencePiece vocabularies and not for byte-level ones; no
-    template means no chat.
+    Stated defaults for absent metadata: a BOS is added for SentencePiece vocabularies and for byte-level ones with the
+    pre-tokeniser of Llama 3 (`llama3`, `llama-v3`, `llama-bpe`), not for others; no template means no chat.
     """
     tokens = file.array("tokenizer.ggml.tokens", str)
-    adds_bos = file.get("tokenizer.ggml.model", "none") == "llama"
+    model, pre = file.get("tokenizer.ggml.model", "none"), file.get("tokenizer.ggml.pre", "default")
+    adds_bos = model == "llama" or (model == "gpt2" and pre in _LLAMA3)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": file.get("tokenizer.ggml.add_bos_token", adds_bos),

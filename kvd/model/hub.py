@@ -2,7 +2,7 @@
 
 Only the files that kvd reads are fetched, by the hub's own client, which goes on after an interruption. Every look at
 the cache asks for the same files: the client calls a snapshot incomplete when a file that was asked for is not there.
-May import kvd.model.errors and kvd.model.folder; huggingface_hub only inside functions (it is slow and rarely needed).
+May import kvd.errors and this package; huggingface_hub only inside functions (it is slow and rarely needed).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
+from kvd.errors import KvdError
+from kvd.model.cache_spec import check_supported
 from kvd.model.errors import (
     DownloadFailed,
     HubUnreachable,
@@ -80,10 +82,13 @@ def hub_snapshot(model_id: str) -> ModelFolder | None:
 def fetch_snapshot(model_id: str, reporter: Reporter) -> ModelFolder:
     """Fetch a hub repository in mlx-lm's layout into the hub's cache; what is there already is not fetched again.
 
+    The configuration comes first: of a model that kvd cannot run nothing else is fetched.
+
     Raises:
         HubUnreachable: the hub does not answer, or offline mode is set.
         ModelNotFound, ModelGated: no such repository, or one whose terms have to be accepted first.
-        UnsupportedModel: a repository without safetensors weights or without a configuration.
+        UnsupportedModel: a repository without safetensors weights or without a configuration, or of a model that kvd
+            cannot run.
         DownloadFailed: fetching broke off; the same call goes on.
         ModelCorrupt: what was fetched is damaged.
     """
@@ -94,10 +99,12 @@ def fetch_snapshot(model_id: str, reporter: Reporter) -> ModelFolder:
         siblings = HfApi().model_info(model_id, files_metadata=True).siblings or []
         sizes = {file.rfilename: int(file.size or 0) for file in siblings}
         _check_layout(model_id, sizes)
+        front = ModelFolder(model_id, Path(snapshot_download(model_id, allow_patterns=["config.json"])))
+        check_supported(front.config())
         wanted_bytes = sum(size for name, size in sizes.items() if _is_wanted(name))
         reporter.stage(f"downloading {model_id} ({wanted_bytes / 1e6:.0f} MB)")
         path = snapshot_download(model_id, allow_patterns=list(HUB_FILES))
-    except UnsupportedModel:
+    except KvdError:
         raise
     except Exception as error:  # the client raises what its HTTP and transfer libraries raise
         raise _explained(model_id, error) from error

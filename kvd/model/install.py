@@ -117,7 +117,8 @@ def remove_folder(root: Path, name: str, reporter: Reporter) -> int:
 
     Raises:
         ModelNotFound: see `removable`.
-        InstallFailed: the folder cannot be changed; the model is still whole.
+        InstallFailed: the disk refused. The model is still whole, or it is gone and some of its files are left under a
+            hidden name: the same call removes them.
     """
     removable(root, name)
     path = root / name

@@ -21,6 +21,12 @@ from kvd.model.tokenizer import TextCodec
 
 _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+_MODEL_FILE_ERRORS: Final = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
+"""What mlx-lm's model files raise for a configuration or weights they cannot take; they check little themselves."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -80,12 +86,12 @@ def _load_weights(folder: ModelFolder) -> tuple[Any, str]:
     folder.weight_files()
     try:
         model, config = load_model(folder.path, lazy=True)
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
+    except _MODEL_FILE_ERRORS as error:
         raise ModelCorrupt(f"{folder.path} cannot be loaded: {error}", folder=str(folder.path)) from error
     model = getattr(model, "language_model", model)  # the text part of a multimodal folder
     if mx.default_device().type == mx.DeviceType.cpu:
         if "quantization" in config:
-            model = dequantize_model(model)
+            model = _with_plain_heads(dequantize_model(model))
         model.set_dtype(mx.float32)
         dtype = "float32"
     else:
@@ -93,3 +99,21 @@ def _load_weights(folder: ModelFolder) -> tuple[Any, str]:
     mx.eval(model.parameters())
     model.eval()
     return model, dtype
+
+
+def _with_plain_heads(model: Any) -> Any:  # noqa: ANN401
+    """The model with quantised products per head unpacked, which mlx-lm's own function leaves as they are."""
+    import mlx.core as mx
+    from mlx.utils import tree_unflatten
+    from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+
+    plain = []
+    for name, part in model.named_modules():
+        if isinstance(part, QuantizedMultiLinear):
+            packed = (part.weight, part.scales, part.biases, part.group_size, part.bits, part.mode)
+            unpacked = MultiLinear(1, 1, 1)
+            unpacked.weight = mx.dequantize(*packed)
+            plain.append((name, unpacked))
+    if plain:
+        model.update_modules(tree_unflatten(plain))
+    return model

@@ -1,6 +1,6 @@
 """New keys and values into the frames of a page: by the compiled codec where it runs, else by numpy; the same bytes.
 
-May import numpy, kvd.ids, kvd.quant, kvd.native (its error) and kvd.store.frame_pool.
+May import numpy, kvd.errors, kvd.ids, kvd.quant, kvd.native (its error) and kvd.store.frame_pool.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Protocol
 
+from kvd.errors import InternalError
 from kvd.ids import FrameId
 from kvd.native import KernelUnavailable
 from kvd.quant.codec import Encoded, F32Array, encode
@@ -33,6 +34,7 @@ class PageWriter(Protocol):
 
         Raises:
             NonFiniteValues: NaN or infinity; what the frame holds of these tokens means nothing.
+            InternalError: they do not fit the page; nothing was written.
         """
 
 
@@ -76,19 +78,17 @@ class NativeWriter:
             raise KernelUnavailable(f"llvmlite is not installed ({error})") from None
         self._k = SideEncoder(layer_format.k, k_dim, PAGE_TOKENS)
         self._v = SideEncoder(layer_format.v, v_dim, PAGE_TOKENS)
-        self._places: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def write(
         self, pool: FramePool, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
     ) -> None:
         """See `PageWriter.write`."""
-        layout = pool.layout(frame)
-        key = (layout.format_id, layer_index)
-        places = self._places.get(key)
-        if places is None:
-            at = 6 * layout.layer_indices.index(layer_index)
-            places = self._places[key] = tuple(tensor.offset_bytes for tensor in layout.tensors[at : at + 6])
-        base = pool.address(frame)
+        layout, base = pool.layout(frame), pool.address(frame)
+        shape = (layout.kv_heads, layout.k_dim, layout.v_dim)
+        if (keys.shape[0], keys.shape[2], values.shape[2]) != shape or first_token + keys.shape[1] > PAGE_TOKENS:
+            # the kernel writes where it is told: a mistake here would change somebody else's memory
+            raise InternalError(f"tokens {keys.shape} and {values.shape} at {first_token} do not fit a page of {shape}")
+        places = [tensor.offset_bytes for tensor in layout.layer_tensors(layer_index)]
         self._k.write(keys, (base + places[0], base + places[1], base + places[2]), first_token)
         self._v.write(values, (base + places[3], base + places[4], base + places[5]), first_token)
 

@@ -16,7 +16,7 @@ from typing import Any
 from kvd import __version__
 from kvd.errors import InvalidParams
 from kvd.model.errors import HubUnreachable, InstallFailed, ModelCorrupt, ModelNotFound
-from kvd.model.folder import MANIFEST, ModelFolder
+from kvd.model.folder import MANIFEST, ModelFolder, check_files
 from kvd.model.gguf_import import import_gguf
 from kvd.model.hub import fetch_snapshot, hub_snapshot, is_hub_id
 from kvd.model.install import check_name, install_folder, model_lock
@@ -113,7 +113,11 @@ def pull_source(
 
 def _pull_hub(model_id: str, directory: str | Path | None, reporter: Reporter) -> Installed:
     """A model of the hub: as it is when it lies in the hub's cache whole (a newer revision is not looked for)."""
-    there = hub_snapshot(model_id)
+    try:
+        there = hub_snapshot(model_id)
+    except ModelCorrupt as error:
+        again = f"remove it with `hf cache rm model/{model_id}`, then pull it again"
+        raise ModelCorrupt(f"{error.message}; {again}", file=error.data.get("file")) from error
     if there is not None:
         return Installed(there, fresh=False)
     try:
@@ -186,16 +190,42 @@ def _install(
     reporter: Reporter,
     after: Callable[[], None] = lambda: None,
 ) -> Installed:
-    """Build a model under its lock unless it is installed; `after` runs once it is, also when it was before."""
+    """Build a model under its lock unless it is installed; `after` runs once it is, also when it was before.
+
+    Raises:
+        ModelCorrupt: it is installed and damaged, or something else has its place; the message says what to do.
+    """
     root = model_dir(directory)
     with _writing(root), model_lock(root, name, reporter):
         there = {model.name: model for model in installed(root)}.get(name)
-        if there is None and (root / name).exists():
-            again = f"remove it with `kvd model rm {name}`" if (root / name / MANIFEST).is_file() else "move it away"
+        if there is not None:
+            _check_whole(there)
+        elif (root / name).exists():
+            again = _make_room(root / name)
             raise ModelCorrupt(f"{root / name} exists and is no whole model; {again}", folder=str(root / name))
         result = Installed(there or install_folder(root, name, build), fresh=there is None)
         after()
     return result
+
+
+def _check_whole(there: ModelFolder) -> None:
+    """Refuse to call a damaged model installed.
+
+    Raises:
+        ModelCorrupt: names the damaged file and how to get the model whole again.
+    """
+    try:
+        check_files(there)
+    except ModelCorrupt as error:
+        raise ModelCorrupt(
+            f"{there.name} is installed and damaged: {error.message}; {_make_room(there.path)}, then install it again",
+            file=error.data.get("file"),
+        ) from error
+
+
+def _make_room(path: Path) -> str:
+    """What a user does with what lies where a model should: kvd removes only what it made."""
+    return f"remove it with `kvd model rm {path.name}`" if (path / MANIFEST).is_file() else "move it away"
 
 
 @contextmanager

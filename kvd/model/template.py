@@ -12,6 +12,7 @@ A template that loses a sentinel (it edits or drops contents) is rendered again 
 searched in the output; when even that fails, or would let client text pass as control, the request is refused with the
 reason.
 
+Templates run in `template_sandbox`, which bounds their work. Rendering is for a worker thread: it may take seconds.
 May import kvd.vm.text and this package.
 """
 
@@ -29,11 +30,11 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from kvd.errors import InvalidParams
 from kvd.model.errors import ModelCorrupt, TemplateRefused, UnsupportedFeature
 from kvd.model.folder import read_object
+from kvd.model.template_sandbox import BoundedEnvironment, check_size
 from kvd.model.tokenizer import TextCodec, token_text, utf8
 from kvd.vm.text import Span, SpanKind, TypedText
 
@@ -85,10 +86,13 @@ class _Sentinels:
         first, *rest = text.split(self._prefix + "N")
         pieces: list[Piece] = [("control", first)]
         seen: set[int] = set()
+        characters = len(text)
         for part in rest:
             number, end, after = part.partition("E")
             if end and number.isdecimal() and int(number) < len(self.pieces):
                 seen.add(int(number))
+                characters += len(self.pieces[int(number)][1])
+                check_size(characters)
                 pieces += [self.pieces[int(number)], ("control", after)]
             else:
                 pieces.append(("control", self._prefix + part))
@@ -114,18 +118,11 @@ class ChatTemplate:
         self.source = source
         self._codec = codec
         self._tokens = dict(tokens or {})
-        self._environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-        )
-        self._environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
-        self._environment.filters["tojson"] = _tojson
+        self._environment = _environment()
         self._tool_source = source if tool_source is None else tool_source
-        try:
-            parsed = self._environment.parse(self._tool_source)
-            self._plain = self._environment.from_string(source)
-            self._with_tools = self._environment.from_string(self._tool_source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelCorrupt(f"the chat template does not parse: {error}") from None
+        self._plain = self._environment.template(source)
+        self._with_tools = self._environment.template(self._tool_source)
+        parsed = self._environment.parse(self._tool_source)
         self.supports_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
 
     @classmethod
@@ -173,8 +170,20 @@ class ChatTemplate:
             InvalidParams: a message is no message.
             InvalidText: lone surrogates.
             UnsupportedFeature: tools without a template that shows them, or parts that are not text.
-            TemplateRefused: the template raised, or loses what it is given.
+            TemplateRefused: the template raised, does too much, or loses what it is given.
         """
+        try:
+            return self._render(messages, tools, add_generation_prompt, variables)
+        except RecursionError:
+            raise TemplateRefused("the messages, or the chat template's calls, are nested too deep") from None
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> TypedText:
         if tools and not self.supports_tools:
             raise UnsupportedFeature("the model's chat template does not show tools", feature="tools")
         plain = [_normalise(message, index) for index, message in enumerate(messages)]
@@ -235,11 +244,33 @@ class ChatTemplate:
         template = self._with_tools if context["tools"] else self._plain
         try:
             # `_kvd_sentinels` is how the tojson filter finds the rendering it belongs to.
-            return template.render(messages=messages, _kvd_sentinels=sentinels, **{**self._tokens, **context})
+            given = {**self._tokens, **context, "messages": messages, "_kvd_sentinels": sentinels}
+            return self._environment.render(template, given)
         except jinja2.TemplateError as error:
             raise TemplateRefused(f"the chat template refuses the messages: {error.message or error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise TemplateRefused(f"the chat template fails on the messages: {error}") from None
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
+            raise TemplateRefused(
+                f"the chat template fails on the messages: {str(error) or type(error).__name__}"
+            ) from None
+
+
+def check_template(source: str) -> None:
+    """Refuse a chat template that could not be loaded.
+
+    Raises:
+        ModelCorrupt: it is no valid Jinja.
+    """
+    _environment().template(source)
+
+
+def _environment() -> BoundedEnvironment:
+    """What every model's template finds."""
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.filters["tojson"] = _tojson
+    return environment
 
 
 def _normalise(message: Message, index: int) -> dict[str, Any]:
@@ -271,7 +302,7 @@ def _with_object_arguments(call: object) -> object:
     arguments = function.get("arguments")
     try:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = arguments
     return {**call, "function": {**function, "arguments": parsed}}
 

@@ -9,7 +9,6 @@ May import kvd.errors, kvd.vm.text and this package.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,8 @@ from tokenizers import Encoding, Tokenizer
 
 from kvd.errors import InternalError, InvalidText
 from kvd.model.encoders import build_encoders
-from kvd.model.errors import ModelCorrupt, UntokenizableText
+from kvd.model.errors import ModelIncomplete, UntokenizableText
+from kvd.model.folder import read_object
 from kvd.model.incremental import IncrementalDecoder
 from kvd.model.vocabulary import Vocabulary, token_ids
 from kvd.vm.text import TypedText
@@ -87,9 +87,9 @@ class TextCodec:
             ModelCorrupt: a file is missing or not JSON.
             UnsupportedModel: the tokenizer is not BPE.
         """
-        spec = _read_json(folder / "tokenizer.json")
-        settings = _read_json(folder / "tokenizer_config.json", required=False)
-        configs = [_read_json(folder / name, required=False) for name in ("config.json", "generation_config.json")]
+        spec = read_object(folder / "tokenizer.json")
+        settings = _read_optional(folder / "tokenizer_config.json")
+        configs = [_read_optional(folder / name) for name in ("config.json", "generation_config.json")]
         ids = token_ids(spec)
         ends: set[int] = set()
         for config in configs:
@@ -296,15 +296,8 @@ def _adds_bos(spec: Mapping[str, Any], bos: str | None) -> bool:
     return False
 
 
-def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+def _read_optional(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if not required:
-            return {}
-        raise ModelCorrupt(f"{path} is missing; the folder is no complete model", file=str(path)) from None
-    except (OSError, ValueError) as error:
-        raise ModelCorrupt(f"{path} cannot be read: {error}", file=str(path)) from None
-    if not isinstance(value, dict):
-        raise ModelCorrupt(f"{path} does not hold a JSON object", file=str(path))
-    return value
+        return read_object(path)
+    except ModelIncomplete:
+        return {}

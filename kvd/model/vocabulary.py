@@ -21,6 +21,8 @@ from typing import Any, Final
 from kvd.model.errors import UnsupportedModel
 
 _SPACE_MARK: Final = "▁"
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of byte fallback; the encoder yields no other spelling (lower case is a token like any other)."""
 
 _HTML_ELEMENTS: Final = frozenset(
     re.findall(
@@ -123,8 +125,8 @@ class Vocabulary:
             elif self.byte_level:
                 known = all(letter in letters for letter in token)
                 table[token_id] = bytes(letters[letter] for letter in token) if known else token.encode()
-            elif self._byte_fallback and len(token) == 6 and token.startswith("<0x"):
-                table[token_id] = bytes([int(token[3:5], 16)])
+            elif self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+                table[token_id] = bytes.fromhex(byte[1])
             else:
                 table[token_id] = token.replace(_SPACE_MARK, " ").encode()
         return table
@@ -145,7 +147,7 @@ class Vocabulary:
         all_bytes = self._byte_fallback and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
         unknown = model.get("unk_token") is not None and not all_bytes
         single = any(
-            (len(token) == 1 or token.startswith("<0x")) and token_id in self.reserved
+            (len(token) == 1 or _BYTE_TOKEN.fullmatch(token)) and token_id in self.reserved
             for token, token_id in model["vocab"].items()
         )
         return not (unknown or single or model.get("ignore_merges"))

@@ -4,8 +4,9 @@ Theory of operation. With one row, a product reads each weight once and does not
 as long as reading takes. BLAS's matrix-vector product reads several matrix rows side by side to reuse the vector,
 which the processor's prefetchers follow badly: 13 GB/s on one core of the machine this was written on, where a kernel
 that walks through the matrix as it lies in memory reads 30. The same walk serves a few rows: each weight is loaded
-once and multiplied with all of them, and the sums over lanes are made for all rows at once. Beyond four rows the
-loads of the rows themselves are what takes time, and BLAS is as fast. May import numpy and this package.
+once and multiplied with all of them, and the sums over lanes are made for all rows at once. One thread does it all: a
+second one adds little to reading, and waiting for it costs more than it gives on a machine that has other work. May
+import numpy and this package.
 """
 
 from __future__ import annotations
@@ -37,8 +38,15 @@ _CHAINS: Final = 4
 """Independent sums of a single row: a multiply-add takes four cycles until the next may use its result."""
 
 
-MOST_ROWS: Final = 4
-"""Rows that `times` takes at most."""
+MOST_ROWS: Final = 16
+"""Rows that `times` takes at most. With 16, BLAS on two threads is a third faster on an idle machine; but its threads
+wait for each other by spinning, and beside another busy process a step then takes thirty times as long."""
+
+_MATRIX_ROWS: Final = {1: 1, 2: 1, 4: 1, 8: 1, 16: 4}
+"""Rows of the matrix that a loop takes together, by rows of x: one row is read fastest, more need fewer loads of x."""
+
+_SUMS: Final = 16
+"""Sums that a loop keeps in registers."""
 
 
 def fits(rows: int, inner: int) -> bool:
@@ -74,7 +82,7 @@ def times(x: Floats, weight: Floats) -> Floats:
 
 @functools.cache
 def product_kernel(rows: int) -> Callable[..., None]:
-    """The compiled kernel for 1, 2 or 4 rows; see `ARGUMENTS`.
+    """The compiled kernel for a number of rows, a power of two; see `ARGUMENTS`.
 
     Raises:
         KernelUnavailable: this processor cannot run it.
@@ -95,14 +103,30 @@ def _write(rows: int, lanes: int, e: Emitter) -> None:
         with e.loop(0, columns) as column:
             e.store(_one_row(e, lanes, inner, x, e.at(weight, column * inner, F32)), out, column)
         return
-    with e.loop(0, columns) as column:
-        base = e.at(weight, column * inner, F32)
-        sums = [e.slot(e.constant(vector(F32, lanes), 0.0)) for _ in range(rows)]
+    side = _MATRIX_ROWS[rows]
+    whole = columns // side * side
+    with e.loop(0, whole, side) as column:
+        _columns(e, (rows, lanes), column, side)
+    with e.loop(whole, columns) as column:
+        _columns(e, (rows, lanes), column, 1)
+
+
+def _columns(e: Emitter, shape: tuple[int, int], column: Value, side: int) -> None:
+    """`side` columns of the result, from as many rows of the matrix."""
+    rows, lanes = shape
+    _, inner, x, weight, out = (e.arguments[name] for name in ARGUMENTS)
+    bases = [e.at(weight, (column + number) * inner, F32) for number in range(side)]
+    at_once = min(rows, _SUMS // side)
+    for first in range(0, rows, at_once):
+        sums = [[e.slot(e.constant(vector(F32, lanes), 0.0)) for _ in range(at_once)] for _ in bases]
         with e.loop(0, inner, lanes) as i:
-            value = e.load(base, i, F32, lanes)
-            for row, mine in enumerate(sums):
-                mine.set(e.fma(value, e.load(x, i * rows + row * lanes, F32, lanes), mine.get()))
-        e.store(_sums(e, [each.get() for each in sums]), out, column * rows)
+            weights = [e.load(base, i, F32, lanes) for base in bases]
+            for place in range(at_once):
+                value = e.load(x, i * rows + (first + place) * lanes, F32, lanes)
+                for each, mine in zip(weights, sums, strict=True):
+                    mine[place].set(e.fma(each, value, mine[place].get()))
+        for number, mine in enumerate(sums):
+            e.store(_sums(e, [each.get() for each in mine]), out, (column + number) * rows + first)
 
 
 def _one_row(e: Emitter, lanes: int, inner: Value, x: Value, base: Value) -> Value:
@@ -124,6 +148,14 @@ def _one_row(e: Emitter, lanes: int, inner: Value, x: Value, base: Value) -> Val
 
 def _sums(e: Emitter, vectors: list[Value]) -> Value:
     """The sum of each vector's lanes, as a vector of as many lanes as there are vectors."""
+    lanes = vectors[0].type.count
+    if len(vectors) > lanes:
+        halves = [_sums(e, vectors[start : start + lanes]) for start in range(0, len(vectors), lanes)]
+        while len(halves) > 1:
+            halves = [
+                e.shuffle(halves[i], range(2 * halves[i].type.count), halves[i + 1]) for i in range(0, len(halves), 2)
+            ]
+        return halves[0]
     count = len(vectors)
     joined = maths.sum_lanes(e, vectors, count)  # lanes / count partial sums of each
     while joined.type.count > count:

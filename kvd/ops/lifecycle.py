@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 
@@ -22,6 +23,8 @@ from kvd.ops.errors import InheritedSocketUnusable
 
 __all__ = ["Notifier", "StopAction", "StopPlan", "handle_stop_signals", "inherited_sockets"]
 
+REPEAT_S = 0.5
+"""Signals this soon after the first are repeats of it."""
 _FIRST_FD = 3
 """SD_LISTEN_FDS_START."""
 
@@ -162,12 +165,23 @@ class StopAction(enum.Enum):
 
     DRAIN = "drain"
     FORCE = "force"
+    IGNORE = "ignore"
+    """The same wish once more."""
 
 
 class StopPlan:
-    """The first SIGTERM or SIGINT drains, each further one forces. Owned by the event loop; `on_signal` mutates it."""
+    """The first SIGTERM or SIGINT drains, each further one forces. Owned by the event loop; `on_signal` mutates it.
 
-    def __init__(self) -> None:
+    One wish often comes as several signals (`timeout` signals its child and then the group, a terminal a group with
+    wrappers that pass it on), so what follows the first within `REPEAT_S` is the same wish.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first_s = 0.0
         self._signals: list[int] = []
 
     @property
@@ -177,30 +191,39 @@ class StopPlan:
 
     def on_signal(self, signum: int) -> StopAction:
         """What to do about a signal that has arrived."""
+        if not self._signals:
+            self._first_s = self._clock()
+        elif self._clock() - self._first_s < REPEAT_S:
+            return StopAction.IGNORE
         self._signals.append(signum)
         return StopAction.DRAIN if len(self._signals) == 1 else StopAction.FORCE
 
     def describe(self) -> str:
-        """The signals so far, for the log: `SIGTERM, SIGINT`."""
+        """The signals that counted, for the log: `SIGTERM, SIGINT`."""
         return ", ".join(signal.Signals(signum).name for signum in self._signals)
 
 
 @contextmanager
-def handle_stop_signals(act: Callable[[StopAction], None]) -> Iterator[StopPlan]:
+def handle_stop_signals(
+    act: Callable[[StopAction], None], clock: Callable[[], float] = time.monotonic
+) -> Iterator[StopPlan]:
     """Call `act` on the running event loop for each SIGTERM and SIGINT; the former handlers come back afterwards.
 
     Args:
-        act: gets DRAIN for the first signal and FORCE for each further one.
+        act: gets DRAIN for the first signal and FORCE for each further one that is no repeat.
+        clock: monotonic seconds.
 
     Raises:
         RuntimeError: no event loop runs, or this is not the main thread.
     """
     loop = asyncio.get_running_loop()
-    plan = StopPlan()
+    plan = StopPlan(clock)
     former = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
 
     def arrived(signum: int) -> None:
-        act(plan.on_signal(signum))
+        action = plan.on_signal(signum)
+        if action is not StopAction.IGNORE:
+            act(action)
 
     for signum in former:
         loop.add_signal_handler(signum, arrived, signum)

@@ -69,15 +69,15 @@ class Calibration:
     elapsed_s: float
 
     def facts(self) -> dict[str, object]:
-        """Plain data: the chosen format, its bytes per token, every score."""
+        """Plain data: the chosen format, its bytes per token, every score; ratios unrounded, for who prints them."""
         chosen = next(score for score in self.scores if score.format == self.chosen)
         return {
             "kv_format": self.chosen,
             "bytes_per_token": chosen.bytes_per_token,
-            "ppl_ratio": round(chosen.ratio, 4),
+            "ppl_ratio": chosen.ratio,
             "ppl_fp": round(self.ppl_fp, 3),
             "scored_tokens": self.scored_tokens,
-            "scores": {score.format: round(score.ratio, 4) for score in self.scores},
+            "scores": {score.format: score.ratio for score in self.scores},
             "elapsed_s": round(self.elapsed_s, 1),
         }
 
@@ -164,7 +164,7 @@ def load_calibration(folder: Path, fingerprint: str) -> Calibration | None:
             conditioning=conditioning,
             elapsed_s=record["elapsed_s"],
         )
-    except (OSError, ValueError, KeyError, TypeError, InvalidParams, safetensors.SafetensorError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, InvalidParams, safetensors.SafetensorError):
         return None
     current = result.fingerprint == fingerprint and result.codec_version == CODEC_VERSION
     whole = [constants.digest for constants in conditioning] == record["conditioning"]

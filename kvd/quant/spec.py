@@ -194,5 +194,10 @@ class PageLayout:
                     tensors.append(TensorSpec(name, dtype, (kv_heads, PAGE_TOKENS, width), offset, n_bytes))
                     offset += n_bytes
         self.tensors = tuple(tensors)
+        self._layers = {layer: self.tensors[6 * at : 6 * at + 6] for at, layer in enumerate(layer_indices)}
         self.payload_bytes = offset
         self.token_bytes = offset // PAGE_TOKENS
+
+    def layer_tensors(self, layer_index: int) -> tuple[TensorSpec, ...]:
+        """The six tensors of a layer (index in the model), in payload order."""
+        return self._layers[layer_index]

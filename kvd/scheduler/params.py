@@ -106,16 +106,16 @@ class Params:
         return value
 
     def on_context_full(self) -> OnContextFull:
-        """What a turn does that exceeds the model's context: `error` (default) or `stop`."""
+        """What a turn does that exceeds the model's context; `error` unless the caller says otherwise."""
         value = self.text("on_context_full", required=False, default="error")
-        for allowed in get_args(OnContextFull):
-            if value == allowed:
-                chosen: OnContextFull = allowed
-                return chosen
+        allowed: tuple[OnContextFull, ...] = get_args(OnContextFull)
+        for choice in allowed:
+            if value == choice:
+                return choice
         raise InvalidParams(
-            f"on_context_full must be error or stop, not {value[:40]!r}",
+            f"on_context_full must be {' or '.join(allowed)}, not {value[:40]!r}",
             parameter="on_context_full",
-            allowed=["error", "stop"],
+            allowed=list(allowed),
         )
 
     def mapping(self, name: str) -> Mapping[str, object] | None:

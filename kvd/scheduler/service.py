@@ -7,6 +7,7 @@ queued request, look-ups as a short call between two steps. Health never waits f
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -51,6 +52,7 @@ class KvdService:
         self._started_s = time.monotonic()
         self._draining = False
         self._encoding = asyncio.Lock()
+        self._rendering = asyncio.Lock()
         self._codec: TextCodec | None = None
         self._template: ChatTemplate | None = None
         job = self._job
@@ -112,7 +114,7 @@ class KvdService:
         except KvdError:
             return error
         assert isinstance(names, list)
-        return with_close_names(error, asked, names)
+        return await asyncio.to_thread(with_close_names, error, asked, names)  # too long for the loop
 
     # ---- turns ------------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class KvdService:
         params.refuse_unknown("messages", "tools", "response_format", *TURN_NAMES)
         if params.mapping("response_format") is not None:
             raise Unsupported("response_format is not supported by this version; leave it out")
-        prompt = await self._render(params, tools=params.tools(), answers=True)
+        prompt = await self._render(params, context, tools=params.tools(), answers=True)
         result = await self._turn(params, context, prompt, method="chat")
         if isinstance(result, dict):
             result["message"] = {"role": "assistant", "content": result["text"]}
@@ -136,7 +138,7 @@ class KvdService:
         if params.has("text") == params.has("messages"):
             raise InvalidParams("inject needs either text or messages", parameter="text")
         if params.has("messages"):
-            prompt = await self._render(params, tools=None, answers=False)
+            prompt = await self._render(params, context, tools=None, answers=False)
         else:
             data = params.text("text").encode()
             prompt = TypedText(data, (Span("content", len(data)),) if data else ())
@@ -325,14 +327,23 @@ class KvdService:
         except TimeoutError:
             raise NotReady("the model is still loading", retry_after_s=5.0) from None
 
-    async def _render(self, params: Params, *, tools: list[dict[str, object]] | None, answers: bool) -> TypedText:
-        """The text that the model's template makes of the messages; `answers`: the model is to answer them."""
+    async def _render(
+        self, params: Params, context: CallContext, *, tools: list[dict[str, object]] | None, answers: bool
+    ) -> TypedText:
+        """The text that the model's template makes of the messages; `answers`: the model is to answer them.
+
+        In a thread of its own: the template is a program of the model's, and the loop serves others meanwhile.
+        """
         messages = params.messages()
         _, template = await self._text_parts()
         if template is None:
             raise Unsupported("the model has no chat template; use generate with the agent's whole text")
         try:
-            return template.render(messages, tools=tools, add_generation_prompt=answers)
+            async with self._rendering:  # one at a time: a template that runs into its bounds holds one thread, not all
+                if context.cancelled:
+                    raise Cancelled("cancelled while it waited for others' messages")
+                render = functools.partial(template.render, messages, tools=tools, add_generation_prompt=answers)
+                return await asyncio.to_thread(render)
         except CallerError as error:
             error.data.setdefault("parameter", "messages")
             raise

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import stat as stat_bits
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,10 @@ TEMP_SUFFIX: Final = ".tmp"
 """Ends the name of every file that is not complete yet; such names start with a dot."""
 
 _TEMP_NAME: Final = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
+LOCK_PATIENCE_S: Final = 0.1
+"""How long a lock is asked for: whoever looks at a folder holds its lock for a moment, a daemon holds it for good."""
+
+_LOCK_PAUSE_S: Final = 0.002
 _FULL_FSYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
 _NO_CACHE: Final[int | None] = getattr(fcntl, "F_NOCACHE", None)
 
@@ -108,7 +113,7 @@ class FileSystem(Protocol):
         """Facts of a path, None when nothing is there. Links are not followed."""
 
     def lock(self, path: Path) -> FileHandle:
-        """Open (0600) and lock a file for this process; BlockingIOError when another one holds it."""
+        """Open (0600) and lock a file for this process; BlockingIOError when another one holds it for good."""
 
     def database_path(self, path: Path) -> Path:
         """Where SQLite may open the file that the store calls `path`."""
@@ -205,10 +210,10 @@ class RealFileSystem:
         return FileStat(folder, file_bytes, stat_bits.S_IMODE(found.st_mode), found.st_mtime, special)
 
     def lock(self, path: Path) -> FileHandle:
-        """See `FileSystem.lock`."""
+        """See `FileSystem.lock`. Another's hold that ends within `LOCK_PATIENCE_S` is waited out."""
         handle = _open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_patiently(handle)
         except BaseException:
             os.close(handle)
             raise
@@ -234,6 +239,20 @@ def _open_regular(path: Path, flags: int) -> int:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise NotRegularFile(path)
     return handle
+
+
+def _lock_patiently(handle: int) -> None:
+    """Lock an open file exclusively; BlockingIOError when it is still another's after `LOCK_PATIENCE_S`."""
+    deadline_s = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                raise
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return
 
 
 def _read_exactly(handle: int, limit: int) -> bytes:
@@ -328,6 +347,7 @@ def folder_bytes(fs: FileSystem, path: Path) -> int:
 
 
 __all__ = [
+    "LOCK_PATIENCE_S",
     "TEMP_SUFFIX",
     "FileHandle",
     "FileStat",

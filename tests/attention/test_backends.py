@@ -223,8 +223,10 @@ def test_device_prefill_never_holds_a_score_matrix() -> None:
     assert mx.get_peak_memory() - before < NAIVE_BYTES / 5
 
 
-def test_host_prefill_never_holds_a_score_matrix() -> None:
+@pytest.mark.parametrize("name", ["host", "cpu"])
+def test_host_prefill_never_holds_a_score_matrix(name: str) -> None:
     """P24: the same for memory taken by numpy, and mlx memory grows by hardly more than the output."""
+    backend = cpu_backend() if name == "cpu" else MlxBackend("host")
     pages = Pages()
     segment = pages.segment(CONTEXT)
     q = pages.queries(HEADS, CHUNK)
@@ -233,7 +235,6 @@ def test_host_prefill_never_holds_a_score_matrix() -> None:
     before = mx.get_active_memory()
     tracemalloc.start()
     try:
-        backend = MlxBackend("host")
         backend.attend(pages.pool, q, layer_index=LAYER, rows=(Row((segment,), CONTEXT - CHUNK),), scale=0.125)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:

@@ -44,3 +44,13 @@ def test_the_command_reports_every_state(tiny_model_dir: Path, monkeypatch: pyte
     assert min(row["cold_s"], row["hot_s"], row["warm_s"], row["mlx_lm_cold_s"]) > 0
     assert row["mlx_lm_step"] in (512, 2048)
     assert report["page_cache"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ttft", "--tokens", "abc"], ["ppl", "--formats", "zz"], ["ppl", "--formats", ","]], ids=str
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
+    """As for every other command; and before a model is looked for."""
+    result = CliRunner().invoke(bench, [*arguments, "--model-dir", str(tmp_path)])
+    assert result.exit_code == 2, result.output
+    assert CliRunner().invoke(bench, ["ppl", "--model", "none", "--model-dir", str(tmp_path)]).exit_code == 1

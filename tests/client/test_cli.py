@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvd_client.cli import cli
+from kvd_client.cli_wait import Waiting
+from kvd_client.stream import FirstToken, Prefill, Queued
 from tests.front.service import WORDS, FakeService, serving
 
 TEXT_COMMANDS = ["chat", "generate", "inject", "tokenize"]
@@ -301,3 +304,98 @@ def test_ctrl_c_cancels_and_exits_with_130(service: FakeService) -> None:
     assert process.returncode == 130
     assert stderr == b"\nkvd-client: interrupted; the call was cancelled\n"
     assert service.was_cancelled.wait(20)
+
+
+class ManualTimer:
+    """A timer that a test fires."""
+
+    def __init__(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.delay_s, self.fire, self.started, self.cancelled = delay_s, call, False, False
+
+    def start(self) -> None:
+        """Note it."""
+        self.started = True
+
+    def cancel(self) -> None:
+        """Note it."""
+        self.cancelled = True
+
+
+class Screen(io.StringIO):
+    """A terminal's text."""
+
+    def isatty(self) -> bool:
+        """It is one."""
+        return True
+
+
+def wait_on(out: io.StringIO | None, now_s: list[float]) -> tuple[Waiting, ManualTimer]:
+    """The line of a call, its timer and its clock in the test's hands."""
+    timers: list[ManualTimer] = []
+
+    def timer(delay_s: float, call: Callable[[], None]) -> ManualTimer:
+        timers.append(ManualTimer(delay_s, call))
+        return timers[-1]
+
+    return Waiting(out, timer=timer, clock=lambda: now_s[0]), timers[0]
+
+
+def test_a_long_prefill_is_told_on_a_terminal_and_its_line_taken_away() -> None:
+    """Nothing in the first two seconds, then one line that is written anew; text ends it."""
+    out, now_s = Screen(), [0.0]
+    waiting, timer = wait_on(out, now_s)
+    assert (timer.started, timer.delay_s) == (True, 2.0)
+    waiting.see(Queued(3))
+    assert out.getvalue() == ""
+    timer.fire()
+    waiting.see(Prefill(512, 2000))
+    waiting.see(FirstToken())
+    waiting.see(Prefill(1024, 2000))
+    assert timer.cancelled
+    assert out.getvalue().split("\r\x1b[K") == [
+        "",
+        "waiting for 3 requests before it",
+        "computing 512 of 2000 tokens",
+        "",
+    ]
+
+
+def test_a_long_prefill_is_told_line_by_line_elsewhere() -> None:
+    """In a file: whole lines, ten seconds apart, none taken back; a quick answer leaves none."""
+    out, now_s = io.StringIO(), [0.0]
+    waiting, timer = wait_on(out, now_s)
+    waiting.see(Prefill(512, 2000))
+    timer.fire()
+    waiting.see(Prefill(1024, 2000))
+    now_s[0] = 10.5
+    waiting.see(Prefill(1536, 2000))
+    waiting.end()
+    lines = ["kvd-client: computing 512 of 2000 tokens", "kvd-client: computing 1536 of 2000 tokens"]
+    assert out.getvalue().splitlines() == lines
+    quick, silent = io.StringIO(), wait_on(None, now_s)
+    waiting, timer = wait_on(quick, now_s)
+    waiting.end()
+    timer.fire()  # it was on its way already
+    assert quick.getvalue() == ""
+    assert not silent[1].started
+
+
+def test_a_slow_answer_is_told_by_the_command(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` says on stderr that it waits, `generate --json` in a pipe does not; stdout is the same."""
+    monkeypatch.setitem(Waiting.__init__.__kwdefaults__, "timer", lambda delay_s, call: FiredTimer(call))
+    result = run("generate", "alice", "--text", "hi")
+    assert result.stdout == "".join(WORDS)
+    assert result.stderr.startswith("kvd-client: waiting for the daemon\n")
+    assert run("generate", "alice", "--text", "hi", "--json").stderr == ""
+    assert "waiting for the daemon to compute it" in run("inject", "alice", "--text", "hi").stderr
+
+
+class FiredTimer(ManualTimer):
+    """A timer whose time has come when it starts."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__(0.0, call)
+
+    def start(self) -> None:
+        """Fire."""
+        self.fire()

@@ -15,6 +15,8 @@ from click.testing import CliRunner, Result
 
 from kvd import __version__
 from kvd.cli import main
+from kvd.config import DEFAULT_QUOTA_BYTES
+from kvd.ops.sizes import format_size
 from tests.doctor.folders import flip, pages, tree
 from tests.support.daemon import Daemon, eventually, run_kvd, short_folder
 from tests.support.prose import prose
@@ -95,6 +97,23 @@ def test_a_wrong_quota_is_a_wrong_call(data: Path, tiny_model_dir: Path) -> None
     outcome = doctor(data, tiny_model_dir, "--quota", "100K", "--json")
     assert outcome.exit_code == 1
     assert by_name(json.loads(outcome.stdout))["disk"]["text"].startswith("the quota is used up")
+
+
+def test_the_help_says_what_the_quota_is_for(data: Path, tiny_model_dir: Path) -> None:
+    """The default is the daemon's own figure, and nobody takes the option for a limit that the doctor sets."""
+    words = " ".join(doctor(data, tiny_model_dir, "--help").output.split())
+    assert f"[default: {format_size(DEFAULT_QUOTA_BYTES)}]" in words
+    assert "Disk that kvd serve may use; here what is used is compared with it" in words
+
+
+def test_the_help_says_where_things_lie(data: Path, tiny_model_dir: Path) -> None:
+    """Defaults and variables of each folder and socket, and what a look leaves unchanged and what it does not."""
+    words = " ".join(doctor(data, tiny_model_dir, "--help").output.split())
+    for variable in ("KVD_DATA_DIR", "KVD_SOCKET", "KVD_MODEL", "KVD_MODEL_DIR", "KVD_QUOTA"):
+        assert f"[env var: {variable}" in words
+    assert "[default: kvd in the user's data folder]" in words
+    assert "[default: kvd.sock in the data folder]" in words
+    assert "nothing changes in the data folder or beside the model; compiled kernels are kept" in words
 
 
 @pytest.mark.daemon

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.store.fs import RealFileSystem
 from kvd.store.layout import DataFolder
 from tests.doctor.folders import flip, log_of, logs, look_at, named, pages, statuses, tree, unknown_model
 
@@ -123,10 +124,72 @@ def bad_record(data: Path) -> None:
     (data / "engine.json").write_bytes(b"{")
 
 
+def nested_record(data: Path) -> None:
+    """An engine record that nests deeper than a parser goes."""
+    (data / "engine.json").write_bytes(b"[" * 100_000)
+
+
+def odd_record(data: Path) -> None:
+    """An engine record with a thread count that is none."""
+    (data / "engine.json").write_bytes(b'{"attention": "mlx", "threads": true, "numerics": null}')
+
+
 def quarantined(data: Path) -> None:
     """A file that was put aside."""
     path = next(data.glob("*/quarantine")) / "x-0.log"
     path.write_bytes(b"bad")
+    path.chmod(0o600)
+
+
+def page_as_link(data: Path) -> None:
+    """A page that somebody moved elsewhere and linked back: links are never followed."""
+    page = pages(data)[0]
+    page.symlink_to(page.rename(page.with_suffix(".moved")))
+
+
+def log_as_link(data: Path) -> None:
+    """A log that somebody moved elsewhere and linked back."""
+    log = log_of(data, "ada")
+    log.symlink_to(log.rename(log.with_suffix(".moved")))
+
+
+def log_as_folder(data: Path) -> None:
+    """A folder with the name of a log."""
+    log = log_of(data, "ada")
+    log.unlink()
+    log.mkdir(mode=0o700)
+
+
+def catalog_as_folder(data: Path) -> None:
+    """A folder with the name of the catalog, open to others."""
+    path = next(data.glob("*/catalog.sqlite3"))
+    path.unlink()
+    path.mkdir(mode=0o755)
+
+
+def index_as_folder(data: Path) -> None:
+    """A folder with the name of the catalog's index."""
+    path = next(data.glob("*/catalog.sqlite3")).with_name("catalog.sqlite3-shm")
+    path.unlink(missing_ok=True)
+    path.mkdir(mode=0o755)
+
+
+def catalog_as_link(data: Path) -> None:
+    """A catalog that somebody moved elsewhere and linked back."""
+    path = next(data.glob("*/catalog.sqlite3"))
+    path.symlink_to(path.rename(path.with_suffix(".moved")))
+
+
+def record_as_link(data: Path) -> None:
+    """An engine record that somebody moved elsewhere and linked back."""
+    path = data / "engine.json"
+    path.symlink_to(path.rename(path.with_suffix(".moved")))
+
+
+def replaced(data: Path) -> None:
+    """A catalog that `--rebuild` replaced."""
+    path = next(data.glob("*/quarantine")) / "catalog-0.replaced.sqlite3"
+    path.write_bytes(b"good")
     path.chmod(0o600)
 
 
@@ -149,6 +212,16 @@ DAMAGE: list[tuple[Callable[[Path], None], bool, dict[str, str], str]] = [
     (remove_version, False, {"data folder": "notice"}, "VERSION is missing"),
     (foreign_file, False, {"foreign files": "notice"}, "notes.txt"),
     (bad_record, False, {"engine record": "notice"}, "engine.json is damaged"),
+    (nested_record, False, {"engine record": "notice"}, "engine.json is damaged"),
+    (odd_record, False, {"engine record": "notice"}, "engine.json is damaged"),
+    (page_as_link, False, {"pages": "problem"}, "in the place of the file is a link"),
+    (page_as_link, True, {"deep": "problem", "pages": "problem"}, "in the place of the file is a link"),
+    (log_as_link, False, {"logs": "problem"}, "in the place of the file is a link"),
+    (log_as_folder, True, {"logs": "problem", "deep": "problem"}, "in the place of the file is a folder"),
+    (catalog_as_folder, False, {"catalog": "problem"}, "catalog.sqlite3 is a folder"),
+    (index_as_folder, False, {"catalog": "problem"}, "catalog.sqlite3-shm is a folder"),
+    (catalog_as_link, False, {"catalog": "problem"}, "catalog.sqlite3 is a link"),
+    (record_as_link, False, {"engine record": "problem"}, "engine.json is a link, not a file"),
     (quarantined, False, {"quarantine": "notice"}, "x-0.log"),
 ]
 
@@ -192,12 +265,13 @@ def test_damage_is_named_and_left_alone(
     found = statuses(report)
     assert expected.items() <= found.items()
     # lost records leave their pages without a name; a daemon's log file lost is no matter of others
-    assert set(found) - set(expected) - set(CALIBRATE) <= {"leftovers", "catalog", "deep"}
-    for name, status in expected.items():
+    assert set(found) - set(expected) - set(CALIBRATE) <= {"leftovers", "catalog", "deep", "foreign files"}
+    assert report.problems == list(expected.values()).count("problem")
+    for name in expected:
         check = named(report, name)
+        assert check.status == expected[name]
         assert words in check.text
         assert check.remedy
-        assert report.problems == (status == "problem")
 
 
 def test_a_page_flip_is_invisible_without_deep(data: Path, tiny_model_dir: Path) -> None:
@@ -206,6 +280,53 @@ def test_a_page_flip_is_invisible_without_deep(data: Path, tiny_model_dir: Path)
     report = look_at(data, tiny_model_dir)
     assert statuses(report) == CALIBRATE
     assert "deep" not in {check.name for check in report.checks}
+
+
+def test_a_misplaced_log_is_no_fault_of_the_disk(data: Path, tiny_model_dir: Path) -> None:
+    """A link or folder in a log's place: its type is said, and that the file has to come back; the disk is well."""
+    log_as_link(data)
+    check = named(look_at(data, tiny_model_dir), "logs")
+    assert "disk" not in f"{check.text} {check.remedy}"
+    assert "put the file itself back" in str(check.remedy)
+
+
+def test_a_page_that_the_disk_refuses(data: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be good: no repair is advised, since none would touch it; the disk is named."""
+    real = RealFileSystem.read
+    bad = pages(data)[0]
+
+    def read(self: RealFileSystem, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
+        if path == bad:
+            raise OSError(5, "Input/output error", str(path))
+        return real(self, path, offset=offset, limit=limit, drop_cache=drop_cache)
+
+    monkeypatch.setattr(RealFileSystem, "read", read)
+    check = named(look_at(data, tiny_model_dir), "pages")
+    assert (check.status, "Input/output error" in check.text) == ("problem", True)
+    assert "--repair" not in str(check.remedy)
+    assert "check the disk" in str(check.remedy)
+
+
+def test_replaced_catalogs_are_not_called_bad(data: Path, tiny_model_dir: Path) -> None:
+    """What `--rebuild` left in quarantine is said and nothing to act on; a bad file beside it still is a notice."""
+    replaced(data)
+    report = look_at(data, tiny_model_dir)
+    assert statuses(report) == CALIBRATE
+    assert "1 file of catalogs replaced by --rebuild" in named(report, "quarantine").text
+    quarantined(data)
+    check = named(look_at(data, tiny_model_dir), "quarantine")
+    assert check.status == "notice"
+    assert ("x-0.log" in check.text, "catalog-0" in check.text) == (True, False)
+
+
+def test_a_version_that_is_a_link(data: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Its type is said; nothing is followed or changed."""
+    (tmp_path / "VERSION").write_bytes((data / "VERSION").read_bytes())
+    (data / "VERSION").unlink()
+    (data / "VERSION").symlink_to(tmp_path / "VERSION")
+    check = named(look_at(data, tiny_model_dir), "data folder")
+    assert (check.status, "VERSION is a link, not a file" in check.text) == ("problem", True)
+    assert "restore VERSION" in str(check.remedy)
 
 
 def test_another_models_pages_are_checked_as_far_as_they_can_be(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -224,7 +345,7 @@ def test_a_wrong_model_is_a_problem_of_the_model_only(data: Path, tmp_path: Path
     """A model that is not there: said with what is; the data folder is examined all the same (P9)."""
     report = look_at(data, tmp_path / "nowhere")
     assert statuses(report) == {"model": "problem"}
-    assert "kvd model pull" in str(named(report, "model").remedy)
+    assert "kvd model list" in str(named(report, "model").remedy)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])

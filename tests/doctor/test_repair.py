@@ -36,6 +36,9 @@ HEALED: list[tuple[Callable[[Path], None], bool, str]] = [
     (damages.open_modes, False, "0644 to 0600"),
     (damages.remove_version, False, "wrote VERSION"),
     (damages.open_root, False, "closed"),
+    (damages.page_as_link, False, "aside (in the place of the file is a link)"),
+    (damages.page_as_link, True, "aside (in the place of the file is a link)"),
+    (damages.catalog_as_link, False, "catalog made anew: it is no regular file"),
 ]
 
 
@@ -45,8 +48,9 @@ def catalog_of(data: Path, model: Path) -> CatalogContents:
 
     context = Context(Options(data_dir=data, socket=data / "kvd.sock", model_dir=model.parent, model=str(model)))
     (fingerprint,) = context.fingerprints
-    contents, fault = read_catalog(context, fingerprint)
-    assert contents is not None, fault
+    found = read_catalog(context, fingerprint)
+    contents = found.contents
+    assert contents is not None, found
     return CatalogContents(
         {key: replace(row, created_s=0.0) for key, row in contents.pages.items()},
         {key: replace(row, updated_s=0.0) for key, row in contents.agents.items()},
@@ -68,7 +72,7 @@ def test_a_repair_heals_and_says_what_it_did(
     again = look_at(data, tiny_model_dir, deep=True, repair=True)
     # a page that is gone for good is told again; nothing else is
     assert [line for line in again.repaired if " lost; the tokens" not in line] == []
-    assert set(statuses(again)) <= {"model", "quarantine", "pages"}
+    assert set(statuses(again)) <= {"model", "quarantine", "pages", "foreign files"}
     modes = {stat.S_IMODE(path.stat().st_mode) for path in data.rglob("*") if path.is_file()}
     assert modes == {0o600}
 
@@ -103,12 +107,13 @@ def test_a_rebuild_equals_what_was_there(data: Path, tiny_model_dir: Path) -> No
     assert report.problems == 0
     assert any("rebuilt the catalog: 2 agents, 4 pages" in line for line in report.repaired)
     assert catalog_of(data, tiny_model_dir) == before
-    (aside,) = data.glob("*/quarantine/catalog-0.sqlite3")
+    (aside,) = data.glob("*/quarantine/catalog-0.replaced.sqlite3")
     assert aside.read_bytes() == old
+    assert statuses(report) == {"model": "notice"}  # a catalog that was well is not called bad afterwards
     look_at(data, tiny_model_dir, rebuild=True)
     assert [path.name for path in sorted(data.glob("*/quarantine/*.sqlite3"))] == [
-        "catalog-0.sqlite3",
-        "catalog-1.sqlite3",
+        "catalog-0.replaced.sqlite3",
+        "catalog-1.replaced.sqlite3",
     ]
 
 
@@ -121,6 +126,39 @@ def test_a_rebuild_of_a_catalog_that_cannot_be_read(data: Path, tiny_model_dir: 
     assert report.problems == 0
     after = catalog_of(data, tiny_model_dir)
     assert (after.pages, after.agents) == (before.pages, before.agents)
+
+
+@pytest.mark.parametrize("damage", [damages.catalog_as_folder, damages.index_as_folder])
+def test_a_rebuild_closes_what_it_moves(data: Path, tiny_model_dir: Path, damage: Callable[[Path], None]) -> None:
+    """A folder in the catalog's place goes to quarantine as everything there is: closed to other users (P37)."""
+    damage(data)
+    next(path for path in data.glob("*/catalog.sqlite3*") if path.is_dir()).joinpath("x").write_bytes(b"x")
+    report = look_at(data, tiny_model_dir, rebuild=True)
+    assert (report.refused, report.problems) == (None, 0), statuses(report)
+    modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in data.glob("*/quarantine/**/*")}
+    assert modes == {True: 0o700, False: 0o600}
+
+
+def test_a_link_in_a_logs_place_is_left_alone(data: Path, tiny_model_dir: Path) -> None:
+    """A repair cannot know where the log is: it says what lies there, deletes nothing, and heals once it is back."""
+    damages.log_as_link(data)
+    report = look_at(data, tiny_model_dir, repair=True)
+    assert any("unreadable: in the place of the file is a link" in line for line in report.repaired), report.repaired
+    assert len(pages(data)) == 4
+    (link,) = [path for path in damages.logs(data) if path.is_symlink()]
+    link.with_suffix(".moved").rename(link)
+    assert look_at(data, tiny_model_dir, repair=True).problems == 0
+
+
+def test_a_repair_for_a_model_that_is_not_there(data: Path, tmp_path: Path) -> None:
+    """A name that is no model's is a slip: nothing is repaired or rebuilt, and the name is said."""
+    damages.open_modes(data)
+    before = tree(data)
+    report = look_at(data, tmp_path / "nosuch", rebuild=True)
+    assert tree(data) == before
+    assert report.repaired == ()
+    assert "nosuch" in str(report.refused)
+    assert named(report, "repair").status == "problem"
 
 
 def test_another_models_folder_is_repaired_without_its_layouts(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from kvd.ops.footprint import process_footprint_bytes
 from kvd_client.stream import Text
 from tests.support.daemon import Daemon, MakeDaemon
+from tests.support.tool_calls import CALLS, parsed, transcript
 
 pytestmark = [pytest.mark.daemon, pytest.mark.real_model, pytest.mark.timeout(240)]
 
@@ -27,7 +28,7 @@ def article(name: str, characters: int) -> str:
 
 
 def test_a_conversation_survives_kill_9(make_daemon: MakeDaemon, smollm2_dir: Path) -> None:
-    """P1, P2, P14: after `kill -9` in mid-stream all KV is reused and the greedy answer equals an unbroken fork's."""
+    """P1, P2, P14, P32: after `kill -9` all KV is reused; answers equal an unbroken fork's, tool calls are exact."""
     daemon = make_daemon("--kv-format", "auto", model=smollm2_dir).start()
     messages = [
         {"role": "system", "content": "You answer questions about this text:\n" + article("assert", 1600)},
@@ -40,6 +41,8 @@ def test_a_conversation_survives_kill_9(make_daemon: MakeDaemon, smollm2_dir: Pa
         {"role": "user", "content": "When is it removed from the code?"},
     ]
     before = daemon.client.agent_info("reader")
+    calls, request = transcript()
+    assert daemon.client.inject("tools", calls).durable
     daemon.client.fork("reader", "unbroken")
     unbroken = daemon.client.chat("unbroken", messages, max_tokens=NEW)
     with daemon.new_client() as client, client.chat_stream("reader", messages, max_tokens=300) as stream:
@@ -54,6 +57,9 @@ def test_a_conversation_survives_kill_9(make_daemon: MakeDaemon, smollm2_dir: Pa
     assert again.cached_tokens == unbroken.cached_tokens == before.computed_tokens > 256
     steps = daemon.statistics()["tokens_computed"] - computed
     assert steps == again.prompt_tokens - again.cached_tokens + NEW - 1
+    called = daemon.client.generate("tools", calls + request, max_tokens=60, stop=["\n"])
+    assert called.cached_tokens > 0
+    assert parsed(called.text) == CALLS[-1], called.text
 
 
 class Footprints:

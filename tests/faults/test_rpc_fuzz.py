@@ -11,7 +11,6 @@ import os
 import random
 import socket
 import struct
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -49,19 +48,24 @@ _WITNESS: dict[int, object] = {}
 @pytest.fixture(autouse=True)
 def _unharmed(daemon: Daemon) -> Iterator[None]:
     """After each test: the daemon answers, its agent is intact, its descriptors are back, and it has not grown."""
-    before_fds, before_bytes = _fds(daemon.pid), process_footprint_bytes(daemon.pid)
+    before_fds, before_bytes = _fds(daemon.pid) if HAS_FDS else 0, process_footprint_bytes(daemon.pid)
     yield
     with daemon.new_client(20) as client:
         assert client.health().ready
         assert client.agent_info("witness") == _WITNESS[daemon.pid]
-    eventually(lambda: _fds(daemon.pid) <= before_fds, f"no more than {before_fds} descriptors")
+    if HAS_FDS:  # else `test_descriptors_come_back` is reported as skipped
+        eventually(lambda: _fds(daemon.pid) <= before_fds, f"no more than {before_fds} descriptors")
     grown = process_footprint_bytes(daemon.pid) - before_bytes
     assert grown < 96 * MIB, f"the daemon grew by {grown >> 20} MiB"
     assert not [line for line in daemon.log_lines() if line["event"] in ("call_failed", "request_failed")]
 
 
+HAS_FDS = Path("/proc/self/fd").exists()
+"""Whether the descriptors of another process can be counted."""
+
+
 def _fds(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd")) if Path(f"/proc/{pid}/fd").exists() else 0
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def _logged(daemon: Daemon, event: str) -> list[dict[str, Any]]:
@@ -123,6 +127,21 @@ def request(number: object, method: object = "health", params: object = ()) -> b
     return packed
 
 
+@pytest.mark.skipif(not HAS_FDS, reason="without /proc nobody sees another process's descriptors")
+def test_descriptors_come_back(daemon: Daemon) -> None:
+    """The daemon holds a descriptor for each connection and none for connections that ended, well or badly."""
+    before = _fds(daemon.pid)
+    with ExitStack() as stack:
+        raws = [stack.enter_context(Raw(daemon)) for _ in range(40)]
+        for number, raw in enumerate(raws):
+            raw.send(request(number))
+            assert raw.responses(1)[0][1] == number
+        assert _fds(daemon.pid) >= before + 40
+        for raw in raws[::2]:
+            raw.send(b"\xc1")
+    eventually(lambda: _fds(daemon.pid) <= before, f"no more than {before} descriptors")
+
+
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 NESTED = b"\x94\x00\x01\xa1m"
@@ -154,10 +173,8 @@ BOMBS: dict[str, bytes] = {
 def test_bombs_are_refused_by_their_headers(daemon: Daemon, name: str) -> None:
     """What announces too much, nests too deeply or is no message ends the connection with `protocol`, at once."""
     with Raw(daemon) as raw:
-        began_s = time.monotonic()
         raw.send(BOMBS[name])
         assert raw.ended_with() == "protocol"
-        assert time.monotonic() - began_s < 10
 
 
 def test_garbage(daemon: Daemon) -> None:
@@ -275,9 +292,7 @@ def test_ten_thousand_calls_at_once_are_each_answered_once(daemon: Daemon) -> No
         answers: Counter[int] = Counter()
         names: Counter[str] = Counter()
         raw.socket.setblocking(False)
-        deadline = time.monotonic() + 60
         while len(answers) < 10_000:
-            assert time.monotonic() < deadline
             if done < len(sent):
                 with suppress(BlockingIOError):
                     done += raw.socket.send(sent[done : done + 65_536])
@@ -318,13 +333,12 @@ def test_a_client_that_never_reads_costs_bounded_memory(daemon: Daemon) -> None:
             raw.socket.settimeout(2)
             with suppress(OSError):
                 raw.send(data)
-        began_s, most = time.monotonic(), 0
+        most = 0
         with daemon.new_client(20) as client:
             for turn in range(20):
                 result = client.generate("well-behaved", prose(20 + turn, "good"), max_tokens=2)
                 assert result.durable
                 most = max(most, process_footprint_bytes(daemon.pid) - before)
-            assert time.monotonic() - began_s < 20
             client.delete("well-behaved")
             eventually(lambda: len(_logged(daemon, "slow_reader")) >= 3, "three slow readers are closed")
         assert most < 96 * MIB

@@ -12,14 +12,15 @@ import pytest
 
 from kvd.attention import ReferenceBackend, UnsupportedMask
 from kvd.errors import InternalError, InvalidParams
-from kvd.ids import FrameId
+from kvd.ids import Fingerprint, FrameId
 from kvd.model.cache import PagedHandle, SequenceCache
 from kvd.model.dispatch import dispatching
 from kvd.model.errors import UnsupportedModel
-from kvd.model.spec import LayerSpec
+from kvd.model.page_writer import NumpyWriter, page_writer
+from kvd.model.spec import LayerSpec, ModelCacheSpec
 from kvd.quant.codec import decode, encode
 from kvd.quant.errors import NonFiniteValues
-from kvd.quant.spec import PAGE_TOKENS
+from kvd.quant.spec import PAGE_TOKENS, SideFormat
 from kvd.store.frame_pool import FramePool
 from tests.model.paged import (
     DIM,
@@ -427,3 +428,37 @@ def test_lazy_6_steps_of_two_sequences_interleave(model: Any) -> None:
         together = [step(model, sequence, ids[a:b]) for sequence, ids in zip(pair, texts, strict=True)]
         for mine, sequence, ids in zip(together, alone, texts, strict=True):
             np.testing.assert_array_equal(mine, step(model, sequence, ids[a:b]))
+
+
+def test_two_geometries_of_one_format_do_not_mix() -> None:
+    """A format's id says nothing of heads and widths: writers and backends look places up by layout."""
+    for kv_heads in (1, 4, 2):
+        layer = LayerSpec("full", kv_heads, DIM, DIM)
+        layout = ModelCacheSpec("m", Fingerprint("0" * 32), (layer, layer), 4, 4096, 8, 0).groups[0]
+        pages = layout.layout(layout.format("q8"))
+        pool = FramePool(1 << 24)
+        pool.create(FrameId(0), pages)
+        x = np.random.default_rng(kv_heads).standard_normal((kv_heads, 40, DIM), dtype=np.float32)
+        for writer in (page_writer(pages.page_format.layers[1], DIM, DIM), NumpyWriter(pages.page_format.layers[1])):
+            writer.write(pool, FrameId(0), 1, x, -x, 100)
+            arrays = pool.layer(FrameId(0), 1)
+            np.testing.assert_array_equal(arrays.k.codes[:, 100:140], encode(x, SideFormat(8, 64)).codes)
+            np.testing.assert_array_equal(arrays.v.scales[:, 100:140], encode(-x, SideFormat(8, 64)).scales)
+            pool.view(FrameId(0))[:] = 0
+
+
+def test_tokens_that_do_not_fit_a_page_are_refused() -> None:
+    """The compiled writer checks before it writes: other heads, other widths, beyond the end."""
+    pool, spec = FramePool(1 << 24), small_spec()
+    layout = spec.groups[0].layout(spec.groups[0].format("q8"))
+    pool.create(FrameId(0), layout)
+    writer = page_writer(layout.page_format.layers[0], DIM, DIM)
+    good = np.zeros((2, 4, DIM), np.float32)
+    for keys, values, first in (
+        (np.zeros((3, 4, DIM), np.float32), good, 0),
+        (good, np.zeros((2, 4, 2 * DIM), np.float32), 0),
+        (good, good, PAGE_TOKENS - 3),
+    ):
+        with pytest.raises((InternalError, ValueError)):
+            writer.write(pool, FrameId(0), 0, keys, values, first)
+    assert not pool.view(FrameId(0)).any()

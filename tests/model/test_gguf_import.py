@@ -21,6 +21,7 @@ from kvd.model.progress import SilentReporter
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.model.weights_file import to_bytes
+from tests.support.random_gguf import write_random_gguf
 from tests.support.tiny_gguf import interleave, write_tiny_gguf
 from tests.support.tiny_model import CHAT_TEMPLATE
 
@@ -162,3 +163,34 @@ def test_the_metadata_digest_ignores_weights(tiny_gguf: Path, tiny_folder: Path,
     (changed / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "other"}))
     other = GgufFile(write_tiny_gguf(tmp_path / "o.gguf", changed))
     assert other.metadata_digest() != half.metadata_digest()
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "match"),
+    [
+        (UnsupportedModel, {"head_dim": 48}, "head width 48"),
+        (ModelCorrupt, {"layers": 0}, "0"),
+        (ModelCorrupt, {"metadata": {"tokenizer.chat_template": "{% for %}"}}, "template does not parse"),
+    ],
+    ids=str,
+)
+def test_what_serving_would_refuse_is_refused_before_anything_is_written(
+    tmp_path: Path, error: type[Exception], options: dict[str, Any], match: str
+) -> None:
+    """A head width, a depth or a template kvd cannot run: the import says so, not the calibration or the daemon."""
+    source = write_random_gguf(tmp_path / "m.gguf", **options)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(error, match=match):
+        import_gguf(source, tmp_path / "out", dtype="float32", reporter=SilentReporter())
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (np.inf, "bfloat16"), (1e5, "float16")])
+def test_weights_that_are_no_numbers_are_corrupt(tmp_path: Path, value: float, dtype: Any) -> None:
+    """NaN, infinity, and what the asked dtype makes infinite; the message names the tensor."""
+    weights = np.zeros((64, 64), np.float32)
+    weights[3, 5] = value
+    source = write_random_gguf(tmp_path / "m.gguf", tensors={"blk.1.attn_output.weight": weights})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelCorrupt, match=r"blk\.1\.attn_output\.weight holds values"):
+        import_gguf(source, tmp_path / "out", dtype=dtype, reporter=SilentReporter())

@@ -23,10 +23,10 @@ from tests.support.reference_sentencepiece import ReferenceSentencePiece
 
 
 def codec_of(path: Path, metadata: dict[str, Any] | None = None, tokenizer: str = "llama") -> TextCodec:
-    """The codec of an imported file without blocks."""
+    """The codec of an imported file of one block."""
     folder = path / "folder"
     folder.mkdir()
-    file = write_random_gguf(path / "m.gguf", layers=0, tokenizer=tokenizer, metadata=metadata)
+    file = write_random_gguf(path / "m.gguf", layers=1, tokenizer=tokenizer, metadata=metadata)
     import_gguf(file, folder, dtype="float32", reporter=SilentReporter())
     return TextCodec.from_folder(folder)
 
@@ -79,6 +79,19 @@ def test_a_stated_bos_policy_wins(tmp_path: Path) -> None:
     assert codec_of(tmp_path / "b", {"tokenizer.ggml.bos_token_id": 1}, "gpt2").bos_ids == ()
 
 
+@pytest.mark.parametrize(
+    ("pre", "stated", "bos_ids"),
+    [(pre, None, (1,)) for pre in ("llama3", "llama-v3", "llama-bpe")]
+    + [("llama-bpe", False, ()), ("qwen2", None, ()), ("gpt-2", True, (1,))],
+)
+def test_llama3_adds_a_bos_unless_it_is_told_not_to(
+    tmp_path: Path, pre: str, stated: bool | None, bos_ids: tuple[int, ...]
+) -> None:
+    """Files of Llama 3 leave `add_bos_token` out; their models were trained with a BOS in front of every text."""
+    metadata = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": stated}
+    assert codec_of(tmp_path, metadata, "gpt2").bos_ids == bos_ids
+
+
 def test_unused_tokens_stand_for_nothing(tmp_path: Path) -> None:
     """Padding of a vocabulary surfaces as nothing and cannot be typed."""
     kinds = [kind for _, _, kind in PIECES]
@@ -123,7 +136,7 @@ def test_unknown_and_broken_tokenizers_are_refused_before_anything_is_written(
     tmp_path: Path, error: type[Exception], tokenizer: str, metadata: dict[str, Any], match: str
 ) -> None:
     """The message names what is supported, or what does not fit."""
-    file = write_random_gguf(tmp_path / "m.gguf", layers=0, tokenizer=tokenizer, metadata=metadata)
+    file = write_random_gguf(tmp_path / "m.gguf", layers=1, tokenizer=tokenizer, metadata=metadata)
     (tmp_path / "out").mkdir()
     with pytest.raises(error, match=match):
         import_gguf(file, tmp_path / "out", dtype="float32", reporter=SilentReporter())
@@ -137,3 +150,11 @@ def test_the_files_json_is_what_the_tokenizers_package_reads(tmp_path: Path) -> 
     text = "the  <b>aaaa</b>\n\nber <eos>日本"
     assert whole.encode(text, add_special_tokens=False).ids == codec.encode_control(text)
     assert 1 in codec.encode_control(text)
+
+
+def test_a_token_of_absurd_length_is_refused_at_once(tmp_path: Path) -> None:
+    """Splitting a piece costs the square of its length, so a file must not choose it; 512 letters are enough."""
+    pieces, types = ["a", "a" * 512], [int(TokenType.NORMAL)] * 2
+    assert sentencepiece_spec(pieces, [0.0, 0.0], types, unknown=None, space_prefix=False)["model"]["merges"] == []
+    with pytest.raises(ModelCorrupt, match="token of 300000 letters"):
+        sentencepiece_spec(["a", "a" * 300_000], [0.0, 0.0], types, unknown=None, space_prefix=False)

@@ -132,7 +132,7 @@ def test_a_pulled_model_is_found_by_its_id_and_loads(hub: FakeHub, tiny_folder: 
     assert load(resolve(NAME)).spec.context_tokens == 4096
     again = pull(NAME)
     assert (again.fresh, again.folder) == (False, result.folder)
-    assert [kind for kind, _ in hub.asked].count("fetch") == 1
+    assert [patterns for kind, patterns in hub.asked if kind == "fetch"] == [("config.json",), HUB_FILES]
     assert [folder.name for folder in cached_models()] == [NAME]
 
 
@@ -140,7 +140,8 @@ def test_the_cache_is_asked_for_the_files_that_were_fetched(hub: FakeHub) -> Non
     """The client calls a snapshot incomplete if a file of the repository that was asked for is not there."""
     pull(NAME)
     resolve(NAME)
-    assert {patterns for _, patterns in hub.asked} == {HUB_FILES}
+    assert {patterns for kind, patterns in hub.asked if kind == "look"} == {HUB_FILES}
+    assert hub.asked[-2] == ("fetch", HUB_FILES)
 
 
 def test_an_interrupted_download_is_no_model_and_goes_on(hub: FakeHub) -> None:
@@ -260,10 +261,36 @@ def test_a_repository_of_another_layout_is_refused_before_it_is_fetched(
     assert [kind for kind, _ in hub.asked] == ["look"]
 
 
+@pytest.mark.parametrize(
+    ("config", "kind", "words"),
+    [
+        (
+            b'{"model_type": "mamba"}',
+            UnsupportedModel,
+            "'mamba' is not supported .*recurrent state.*; supported: llama",
+        ),
+        (b'{"model_type": "llama"}', ModelCorrupt, "lacks a figure"),
+    ],
+    ids=["architecture", "figures"],
+)
+def test_a_model_that_kvd_cannot_run_is_refused_before_its_weights_are_fetched(
+    hub: FakeHub, config: bytes, kind: type[KvdError], words: str
+) -> None:
+    """Another architecture or a senseless configuration costs one small file, and is no model here."""
+    hub.files["config.json"] = config
+    with pytest.raises(kind, match=words):
+        pull(NAME)
+    assert [path.name for path in hub.cache.rglob("*") if path.suffix] == ["config.json"]
+    assert hub_snapshot(NAME) is None
+    assert list(cached_models()) == []
+
+
 def test_a_damaged_snapshot_is_corrupt_and_not_missing(hub: FakeHub) -> None:
     """A weight file of the cache that was cut is named; it is not fetched around."""
     file = pull(NAME).folder.path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelCorrupt, match=rf"cut short.*; remove it with `hf cache rm model/{NAME}`, then pull"):
+        pull(NAME)
     with pytest.raises(ModelCorrupt, match=r"model\.safetensors is cut short") as caught:
         resolve(NAME)
     assert not isinstance(caught.value, ModelIncomplete)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -210,6 +211,27 @@ def test_a_configuration_without_its_figures_is_corrupt(figure: str, value: obje
     config = {key: each for key, each in {**CONFIG, figure: value}.items() if each is not None}
     with pytest.raises(ModelCorrupt, match=r"config\.json"):
         check_supported(config)
+
+
+GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3", "mixtral", "gpt_oss")
+"""Families that this configuration is complete for."""
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [("gemma3_text", {name: value}) for name in ("sliding_window", "sliding_window_pattern") for value in (0, -1, -5)]
+    + [("llama", {name: -1}) for name in ("num_key_value_heads", "head_dim", "max_position_embeddings")]
+    + [("llama", {"num_key_value_heads": 0}), ("llama", {"hidden_size": 8, "head_dim": None})]
+    + [(name, {"num_attention_heads": 4, "num_key_value_heads": 3}) for name in GROUPED],
+)
+def test_figures_that_cannot_be_are_corrupt(family: str, changed: dict[str, Any]) -> None:
+    """No window, no pattern, less than nothing, query heads that KV heads do not divide: refused before loading."""
+    config: dict[str, Any] = {**CONFIG, "model_type": family, "head_dim": 64, "num_hidden_layers": 12}
+    config |= {"sliding_window": 16, "sliding_window_pattern": 6}
+    check_supported(config)
+    config |= changed
+    with pytest.raises(ModelCorrupt, match=r"config\.json"):
+        check_supported(config if family != "gemma3" else {**config, "text_config": config})
 
 
 def test_sliding_layers_form_a_group_of_their_own() -> None:

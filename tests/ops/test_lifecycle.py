@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -159,13 +160,28 @@ def test_a_wrong_descriptor_is_refused_and_all_are_closed(short_tmp: Path) -> No
 
 def test_the_first_signal_drains_and_the_second_forces() -> None:
     """P2: SIGTERM lets running requests end, a second signal of either kind does not wait."""
-    plan = StopPlan()
+    now_s = 100.0
+    plan = StopPlan(lambda: now_s)
     assert not plan.stopping
     assert plan.on_signal(signal.SIGTERM) is StopAction.DRAIN
     assert plan.stopping
+    now_s += 0.6
     assert plan.on_signal(signal.SIGINT) is StopAction.FORCE
     assert plan.on_signal(signal.SIGTERM) is StopAction.FORCE
     assert plan.describe() == "SIGTERM, SIGINT, SIGTERM"
+
+
+def test_a_repeat_at_once_is_the_same_wish() -> None:
+    """`timeout` signals the child, then its group: two SIGTERMs within milliseconds drain, they do not force."""
+    now_s = 100.0
+    plan = StopPlan(lambda: now_s)
+    assert plan.on_signal(signal.SIGTERM) is StopAction.DRAIN
+    now_s += 0.4
+    assert plan.on_signal(signal.SIGTERM) is StopAction.IGNORE
+    assert plan.on_signal(signal.SIGINT) is StopAction.IGNORE
+    now_s += 0.2
+    assert plan.on_signal(signal.SIGTERM) is StopAction.FORCE
+    assert plan.describe() == "SIGTERM, SIGTERM"
 
 
 def test_real_signals_reach_the_loop_and_handlers_come_back() -> None:
@@ -174,7 +190,8 @@ def test_real_signals_reach_the_loop_and_handlers_come_back() -> None:
 
     async def scenario() -> list[StopAction]:
         actions: asyncio.Queue[StopAction] = asyncio.Queue()
-        with handle_stop_signals(actions.put_nowait) as plan:
+        seconds = itertools.count()
+        with handle_stop_signals(actions.put_nowait, lambda: float(next(seconds))) as plan:
             seen = []
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from kvd.bench.ppl import ppl, run_ppl, written_bytes
 from kvd.errors import InvalidParams
 from kvd.ids import FrameId
+from kvd.model.describe import calibration_line, stored_calibration
 from kvd.model.loader import LoadedModel, load
 from kvd.model.registry import ModelFolder
 from kvd.quant import calibrate
@@ -96,7 +98,18 @@ def test_facts_are_plain_data(calibration: Calibration) -> None:
     facts = json.loads(json.dumps(calibration.facts()))
     assert facts["kv_format"] == calibration.chosen
     assert facts["scored_tokens"] == 2 * (TOKENS - 1)
-    assert set(facts["scores"]) == {score.format for score in calibration.scores}
+    assert facts["scores"] == {score.format: score.ratio for score in calibration.scores}, "rounded where it is printed"
+
+
+def test_a_ratio_is_rounded_once(copied: Path, calibration: Calibration) -> None:
+    """1.01455 is +1.5 % at install as it is in `kvd model info`: not 1.0145 first, then +1.4 %."""
+    scores = (*calibration.scores[:-1], replace(calibration.scores[-1], ratio=1.01455))
+    found = replace(calibration, scores=scores)
+    save_calibration(found, copied)
+    stored = stored_calibration(ModelFolder("m", copied))
+    assert stored is not None
+    assert "perplexity +1.5 %" in calibration_line(found.facts())
+    assert calibration_line(found.facts()) == calibration_line(stored)
 
 
 def test_results_survive_the_disk(copied: Path, loaded: LoadedModel, calibration: Calibration) -> None:
@@ -239,5 +252,5 @@ def test_the_command_prints_a_table_and_json(folder: ModelFolder, calibration: C
     assert "q8" in table.stdout
     assert "0.53125" in table.stdout
     wrong = CliRunner().invoke(ppl, [*model, "--formats", "q9"])
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
     assert "k8v4" in wrong.output

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,3 +190,27 @@ def test_a_folder_whose_flush_failed_is_durable_after_the_retry(tmp_path: Path) 
         fs.crash()
         survived.add(fs.stat(Path("/root")) is not None)
     assert survived == {True}
+
+
+def test_a_lock_that_is_held_for_a_moment_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever only looks whether a daemon runs never keeps one from starting; a daemon does, after a bounded time."""
+    path = tmp_path / "lock"
+    path.touch(0o600)
+    holders = [os.open(path, os.O_RDONLY)]
+    fcntl.flock(holders[0], fcntl.LOCK_SH)
+    clock = iter(number * fs_module.LOCK_PATIENCE_S / 4 for number in range(100))
+    pauses: list[float] = []
+
+    def let_go(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if holders:
+            os.close(holders.pop())
+
+    monkeypatch.setattr(fs_module, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=let_go))
+    fs = RealFileSystem()
+    handle = fs.lock(path)
+    assert len(pauses) == 1
+    with pytest.raises(BlockingIOError):
+        fs.lock(path)
+    assert len(pauses) == 1 + 3
+    fs.close(handle)

@@ -1,0 +1,31 @@
+"""What the composition root tells an operator about limits that the machine cuts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvd import assembly
+from kvd.assembly import Assembly
+from kvd.config import DEFAULT_QUOTA_BYTES, Settings
+from kvd.ops.device import DeviceFacts
+
+
+@pytest.mark.parametrize(("quota_bytes", "is_asked_for"), [(DEFAULT_QUOTA_BYTES, False), (60_000_000_000, True)])
+def test_a_cut_quota_is_a_notice_only_where_it_was_asked_for(
+    quota_bytes: int, is_asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default is cut on most machines: that is said at level info, and a start without settings has no warning."""
+    monkeypatch.setattr(assembly, "device_facts", lambda data_dir: DeviceFacts(64 << 30, 50_000_000_000, 10**12))
+    monkeypatch.setattr(assembly, "stated_scratch_bytes", lambda spec: 0)
+    told: list[tuple[str, dict[str, object]]] = []
+    settings = Settings(tmp_path, tmp_path / "s", "m", tmp_path, quota_bytes=quota_bytes)
+    made = Assembly(settings, {}, lambda event, **facts: told.append((event, facts)))
+    loaded = SimpleNamespace(weights_bytes=0, spec=None)
+    granted = made._clamp(cast("Any", loaded), cast("Any", SimpleNamespace(used_bytes=0)))
+    assert granted[1] == 50_000_000_000
+    assert [notice.startswith("quota 60 GB cut to 50 GB") for notice in made._notices] == [True] * is_asked_for
+    assert [(event, facts["level"]) for event, facts in told] == [("quota", "info")] * (not is_asked_for)
