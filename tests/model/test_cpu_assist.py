@@ -16,7 +16,8 @@ pytest.importorskip("llvmlite", reason="compiled kernels need llvmlite")
 from kvd.attention import MlxBackend
 from kvd.attention.select import BACKENDS
 from kvd.ids import Fingerprint
-from kvd.model import cpu_assist, dispatch
+from kvd.model import cpu_assist
+from kvd.model.dispatch import dispatching
 from kvd.model.forward import Forward, project
 from kvd.model.host_block import HostBlock, NotUnderstood, Rope
 from kvd.model.spec import LayerSpec, ModelCacheSpec
@@ -130,17 +131,16 @@ def paged(model: Any, *, assisted: bool) -> np.ndarray:
 def test_an_assisted_model_computes_the_same(maker: Callable[[], Any]) -> None:
     """Every family, prefill and decode past a window: blocks outside mlx agree with mlx over the same pages."""
     model = make(maker)
-    dispatch.install(model)
-    right = paged(model, assisted=False)
-    assert cpu_assist.install(model) == ("blocks", "output")
-    assert all(isinstance(layer, HostBlock) for layer in model.model.layers)
-    assert relative_error(paged(model, assisted=True), right) < 2e-3
+    with dispatching(model):
+        right = paged(model, assisted=False)
+        assert cpu_assist.install(model) == ("blocks", "output")
+        assert all(isinstance(layer, HostBlock) for layer in model.model.layers)
+        assert relative_error(paged(model, assisted=True), right) < 2e-3
 
 
 def test_a_replay_reads_and_does_not_write() -> None:
     """The last token again: the same logits as its step gave, and not a byte of the pages changes."""
     model = make(_llama)
-    dispatch.install(model)
     cpu_assist.install(model)
     pool = FramePool(1 << 28)
     sequence = sequence_over(pool, spec_of(model), 2, name="q8", backend=BACKENDS["cpu"]())

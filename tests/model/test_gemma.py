@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.attention import AttentionBackend, MlxBackend, ReferenceBackend
-from kvd.model import dispatch
+from kvd.model.dispatch import dispatching
 from kvd.model.forward import Forward
 from kvd.model.loader import LoadedModel, load
 from kvd.model.registry import ModelFolder
@@ -23,11 +24,11 @@ PAGES = 6
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     """The tiny Gemma in memory, its attention routed to kvd's caches."""
     model = load(ModelFolder("gemma", make_tiny_gemma(tmp_path_factory.mktemp("gemma") / "m")))
-    dispatch.install(model.model)
-    return model
+    with dispatching(model.model):
+        yield model
 
 
 @pytest.fixture(scope="module")
