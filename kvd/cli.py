@@ -224,6 +224,7 @@ def serve(
 
     Example: kvd serve --budget 8GB --data-dir ~/kvd
     """
+    from kvd.daemon import make_private_folders
     from kvd.daemon import serve as run
     from kvd.model.paths import model_dir as models
 
@@ -248,7 +249,8 @@ def serve(
             log_file=log_file,
             check=check,
         )
-        # only now: a wrong setting must not cost the minutes of a pull
+        # only now: a wrong setting, or a data folder that cannot be made, must not cost the minutes of a pull
+        make_private_folders(data)
         run(replace(settings, model=str(ensure_model(model_name, settings.model_dir))))
     except KvdError as error:
         fail(error)
