@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -28,6 +28,9 @@ from kvd.errors import InvalidParams, KvdError
 from kvd.ids import FrameId
 from kvd.model.sources import DEFAULT_MODEL
 from kvd.quant.spec import NAMED_FORMATS, PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from kvd.model.cache import SequenceCache
 
 CHUNK_TOKENS = 512
 DECODE_STEPS = 24
@@ -133,7 +136,7 @@ class _Paged:
 
     def __init__(self, loaded: Any, kv_format: str, attention: str) -> None:  # noqa: ANN401
         from kvd.attention.select import select_backend
-        from kvd.model import cpu_assist, dispatch
+        from kvd.model import cpu_assist
         from kvd.model.forward import Forward, limit_buffer_cache
         from kvd.model.probes import probes_for
         from kvd.quant.calibration import layer_operators, load_calibration, page_formats
@@ -150,7 +153,7 @@ class _Paged:
         self.layouts = [group.layout(each) for group, each in zip(spec.groups, formats, strict=True)]
         self._conditioning = layer_operators(spec, constants) if constants is not None else None
         self.backend = select_backend(attention, probes_for(spec, zip(spec.groups, formats, strict=True))).backend
-        dispatch.install(loaded.model)
+        self._model = loaded.model
         if self.backend.name == "cpu":
             cpu_assist.install(loaded.model)
         self.spec = spec
@@ -164,6 +167,7 @@ class _Paged:
     def speed(self, ids: Sequence[int], tokens: int, repeats: int) -> Speed:
         """Cold prefill of `tokens` ids and decoding after it."""
         from kvd.model.cache import SequenceCache
+        from kvd.model.dispatch import dispatching
         from kvd.store.frame_pool import FramePool
 
         pages = -(-(tokens + DECODE_STEPS) // PAGE_TOKENS)
@@ -176,6 +180,10 @@ class _Paged:
             for frame in table:
                 pool.create(frame, layout)
             sequence.set_block_table(group, table)
+        with dispatching(self._model):
+            return self._timed(sequence, ids, tokens, repeats)
+
+    def _timed(self, sequence: SequenceCache, ids: Sequence[int], tokens: int, repeats: int) -> Speed:
         times = []
         for _ in range(repeats + 1):  # the first one compiles, loads and touches memory
             sequence.truncate(0)

@@ -289,6 +289,15 @@ def test_every_command_is_documented() -> None:
     assert "130" in run("--help").stdout
 
 
+@pytest.fixture
+def _hears_ctrl_c() -> Iterator[None]:
+    """A run in the background of a shell ignores SIGINT, and children inherit that; for this test they do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears_ctrl_c")
 def test_ctrl_c_cancels_and_exits_with_130(service: FakeService) -> None:
     """SIGINT during a generation cancels it in the daemon; the exit code is 130, and one line says so."""
     with subprocess.Popen(
@@ -300,7 +309,10 @@ def test_ctrl_c_cancels_and_exits_with_130(service: FakeService) -> None:
         assert process.stdout is not None
         assert process.stdout.read(3) == "…".encode()
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        try:
+            _, stderr = process.communicate(timeout=30)
+        finally:
+            process.kill()  # nothing to do when it has ended
     assert process.returncode == 130
     assert stderr == b"\nkvd-client: interrupted; the call was cancelled\n"
     assert service.was_cancelled.wait(20)
