@@ -70,7 +70,7 @@ SIZE = SizeType()
 def main() -> None:
     """Virtual memory for agents' attention state.
 
-    `kvd serve` runs the daemon, `kvd model` manages models, `kvd demo` shows what it does in three minutes,
+    `kvd serve` runs the daemon, `kvd model` manages models, `kvd demo` shows what it does in half a minute,
     `kvd bench` measures it. Talk to a running daemon with `kvd-client`.
     """
 
@@ -277,7 +277,7 @@ def serve(
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object; progress goes to stderr.")
 def demo(model_name: str, model_dir: Path | None, as_json: bool) -> None:
-    """Three agents, a kill -9, and warm answers equal to an unbroken run. About a minute on two idle cores.
+    """Three agents, a kill -9, and warm answers equal to an unbroken run. Half a minute on two idle cores.
 
     Uses a temporary data folder and leaves nothing behind but the model, which is pulled when it is missing, and
     compiled kernels (in kvd of the user's cache folder). Exits 1 if a promise did not hold.

@@ -1,4 +1,4 @@
-"""`kvd demo`: what kvd is for, in three minutes, on a real model with real kills.
+"""`kvd demo`: what kvd is for, in half a minute, on a real model with real kills.
 
 Three agents read about 2,000 tokens each and answer (cold). Each is forked, and the fork gets the next question while
 the daemon lives on: that is the unbroken run. Then the daemon is killed with `kill -9`, the page cache of its files is

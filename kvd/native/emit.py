@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-I8: Final = ir.IntType(8)
 I16: Final = ir.IntType(16)
 I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
