@@ -31,8 +31,7 @@ from kvd.attention.interface import (
     Segment,
     TailArrays,
     host_pages,
-    merge,
-    with_sinks,
+    row_by_row,
 )
 from kvd.attention.masks import positions_of
 from kvd.native.blas import blas
@@ -111,18 +110,15 @@ class CpuBackend:
     ) -> AttentionOutput:
         """See `AttentionBackend.attend`."""
         host = host_pages(pages)
-        results: list[AttentionOutput] = []
-        for index, row in enumerate(rows):
-            one = queries if len(rows) == 1 else queries[index : index + 1]
-            parts = [
+
+        def attend_row(one: mx.array, row: Row) -> list[AttentionOutput]:
+            return [
                 self._attend_segment(host, one, layer_index, row.query_start, segment, scale, window)
                 for whole in row.segments
                 for segment in _split(whole)
             ]
-            results.append(with_sinks(merge(parts), sinks) if len(parts) > 1 or sinks is not None else parts[0])
-        if len(results) == 1:
-            return results[0]
-        return AttentionOutput(mx.concatenate([r.out for r in results]), mx.concatenate([r.lse for r in results]))
+
+        return row_by_row(queries, rows, sinks, attend_row)
 
     def _attend_segment(
         self,

@@ -17,7 +17,7 @@ May import mlx, numpy, kvd.errors, kvd.ids, kvd.quant, kvd.store.frame_pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -249,3 +249,26 @@ def with_sinks(part: AttentionOutput, sinks: mx.array | None) -> AttentionOutput
     lse = mx.logaddexp(part.lse, sink)
     shrink = mx.exp(part.lse - lse)[..., None]
     return AttentionOutput((part.out.astype(mx.float32) * shrink).astype(part.out.dtype), lse)
+
+
+def row_by_row(
+    queries: mx.array,
+    rows: Sequence[Row],
+    sinks: mx.array | None,
+    attend_row: Callable[[mx.array, Row], Sequence[AttentionOutput]],
+) -> AttentionOutput:
+    """A batch computed one row after the other.
+
+    Args:
+        queries: mx [B, heads, L, k_dim].
+        rows: one per batch row.
+        sinks: mx [heads] or None; they join each row once, after its parts are merged.
+        attend_row: a row's queries mx [1, heads, L, k_dim] and the row to results over disjoint parts of its tokens.
+    """
+    results: list[AttentionOutput] = []
+    for index, row in enumerate(rows):
+        one = queries if len(rows) == 1 else queries[index : index + 1]
+        results.append(with_sinks(merge(attend_row(one, row)), sinks))
+    if len(results) == 1:
+        return results[0]
+    return AttentionOutput(mx.concatenate([r.out for r in results]), mx.concatenate([r.lse for r in results]))

@@ -36,8 +36,7 @@ from kvd.attention.interface import (
     Row,
     Segment,
     host_pages,
-    merge,
-    with_sinks,
+    row_by_row,
 )
 from kvd.attention.masks import hidden, tile_spans, visible_range
 from kvd.quant.spec import PAGE_TOKENS
@@ -82,21 +81,17 @@ class MlxBackend:
     ) -> AttentionOutput:
         """See `AttentionBackend.attend`."""
         host = host_pages(pages)
-        results: list[AttentionOutput] = []
-        for index, row in enumerate(rows):
-            one = queries if len(rows) == 1 else queries[index : index + 1]
-            parts = [
+
+        def attend_row(one: mx.array, row: Row) -> list[AttentionOutput]:
+            return [
                 self._attend_segment(host, one, layer_index, row, segment, scale, window)
                 for segment in row.segments
                 if segment.tokens
             ]
-            results.append(with_sinks(merge(parts), sinks))
-        if len(results) == 1:
-            mx.eval(results[0].out)
-            return results[0]
-        out = AttentionOutput(mx.concatenate([r.out for r in results]), mx.concatenate([r.lse for r in results]))
-        mx.eval(out)
-        return out
+
+        result = row_by_row(queries, rows, sinks, attend_row)
+        mx.eval(result.out)
+        return result
 
     def _attend_segment(
         self,
