@@ -104,6 +104,7 @@ class Assembly:
             new_page_id=lambda: PageId(secrets.token_hex(16)),
             max_writes_in_flight=max_writes,
             max_loads_in_flight=max_loads,
+            windows=[group.layer.window for group in loaded.spec.groups],
         )
         core_box: list[EngineCore] = []
 

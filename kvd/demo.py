@@ -202,7 +202,8 @@ def _killed_client(
     process.kill()
     process.wait()
     process.stdout.close()
-    info = _wait(lambda: client.agent_info(agent), lambda info: client.health().server["running"] == 0)
+    _wait(client.health, lambda health: health.server["running"] == 0)
+    info = client.agent_info(agent)
     console.print(
         f"[red]kill -9 {process.pid}[/] (a client, mid-stream after {seen!r}): {agent} keeps {info.computed_tokens} "
         f"computed tokens ({before} before)"

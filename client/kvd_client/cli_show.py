@@ -153,6 +153,8 @@ def agent_line(done: str, agent: Mapping[str, Any]) -> str:
     """
     swapped = int(agent.get("swapped_pages", 0))
     on_disk = f", {pages(swapped)} only on disk" if swapped else ""
+    behind = int(agent.get("behind_window_pages", 0))
+    on_disk += f", {pages(behind)} behind the window" if behind else ""
     unsafe = "" if agent.get("durable", True) else f"; NOT durable ({agent.get('durable_reason') or 'no reason given'})"
     tokens, in_ram = agent.get("tokens", 0), size(int(agent.get("resident_bytes", 0)))
     return f"{done}: {tokens} tokens, {in_ram} in RAM{on_disk}{unsafe}"

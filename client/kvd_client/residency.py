@@ -20,16 +20,22 @@ PAGE_MARKS: Mapping[str, str] = {
 
 UNKNOWN_MARK = "?"
 
-LEGEND = "█ RAM and disk  ▓ RAM only  ▒ loading  ░ disk  ▄ open  _ open, on disk  ! lost"
-"""The marks in words; an open page is an agent's last one, which is not full yet."""
+BEHIND_MARK = "·"
+"""Mark of a page on disk that no step sees any more, since it lies before the window of its layers."""
+
+LEGEND = "█ RAM and disk  ▓ RAM  ▒ loading  ░ disk  · unseen  ▄ open  _ open, disk  ! lost"
+"""The marks in words; an open page is an agent's last one, which is not full yet, an unseen one `BEHIND_MARK`'s."""
 
 
 def branch_marks(branch: Mapping[str, Any]) -> str:
     """The pages of a branch in order, one mark each; its cache groups are set apart by a blank."""
-    return " ".join(
-        "".join(PAGE_MARKS.get(str(page.get("state")), UNKNOWN_MARK) for page in _pages_and_tail(segment))
-        for segment in branch.get("segments", ())
-    )
+    return " ".join("".join(_mark(page) for page in _pages_and_tail(segment)) for segment in branch.get("segments", ()))
+
+
+def _mark(page: Mapping[str, Any]) -> str:
+    if page.get("behind_window") and page.get("state") == "evicted":
+        return BEHIND_MARK
+    return PAGE_MARKS.get(str(page.get("state")), UNKNOWN_MARK)
 
 
 def shares_pages(branch: Mapping[str, Any]) -> bool:

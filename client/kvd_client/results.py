@@ -82,7 +82,8 @@ class AgentInfo:
         text_bytes: bytes of its text.
         branches: address spaces it has.
         resident_bytes: bytes of its pages in RAM.
-        swapped_pages: its pages that are only on disk.
+        swapped_pages: pages that its next step needs and that are only on disk.
+        behind_window_pages: pages that no step sees any more, since they lie before the window of their layers.
         pinned: the user pinned it.
         durable: everything it has survives a crash.
         kv_format: page format.
@@ -97,6 +98,7 @@ class AgentInfo:
     branches: int = 0
     resident_bytes: int = 0
     swapped_pages: int = 0
+    behind_window_pages: int = 0
     pinned: bool = False
     durable: bool = False
     kv_format: str = ""

@@ -10,6 +10,10 @@
 - `cpu_backend`: compiled kernels over packed pages, for Linux CPUs.
 - `cpu_decode`: its kernel for a few queries, straight from the codes.
 - `cpu_prefill`: its kernel for many queries, a page dequantised at a time.
+- `metal_backend`: decode steps on Apple GPUs by kernels over packed pages, the rest by `mlx_backend`.
+- `metal_kernels`: the source of these kernels and the calls that build them.
+- `unified_slabs`: frames inside a few large mlx arrays that kernels and numpy share.
+- `cuda`: backend, pool and kernels for NVIDIA GPUs (a package; imported only where mlx has a CUDA device).
 - `select`: which backend runs, after a self-test against `reference`.
 - `errors`: the package's error classes.
 

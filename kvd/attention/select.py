@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ import numpy as np
 from kvd.attention.errors import BackendDisagrees, BackendUnavailable
 from kvd.attention.gather import gather
 from kvd.attention.interface import AttentionBackend, Row, Run, Segment, TailArrays, TailSide
+from kvd.attention.metal_backend import MetalBackend
 from kvd.attention.mlx_backend import MlxBackend
 from kvd.attention.reference import ReferenceBackend
 from kvd.ids import FrameId
@@ -27,7 +28,14 @@ from kvd.native import KernelUnavailable
 from kvd.quant.codec import encode
 from kvd.quant.conditioning import Conditioning
 from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageFormat, PageLayout
-from kvd.store.frame_pool import FramePool
+from kvd.store.frame_pool import FramePool, Frames
+
+
+def _cuda_backend() -> AttentionBackend:
+    """Kernels for NVIDIA GPUs; imported here because nothing else needs them."""
+    from kvd.attention.cuda import CudaBackend
+
+    return CudaBackend()
 
 
 def _cpu_backend() -> AttentionBackend:
@@ -44,6 +52,8 @@ def _cpu_backend() -> AttentionBackend:
 
 
 BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
+    **({"metal": MetalBackend} if mx.metal.is_available() else {}),
+    **({"cuda": _cuda_backend} if hasattr(mx, "cuda") and mx.cuda.is_available() else {}),
     "cpu": _cpu_backend,
     "mlx": MlxBackend,
     "reference": ReferenceBackend,
@@ -151,7 +161,8 @@ def suitable_backends(names: Sequence[str] = tuple(BACKENDS)) -> list[str]:
 def time_ms(backend: AttentionBackend, probe: ShapeProbe) -> float:
     """Milliseconds of a decode step and a prefill chunk of 256 over two pages, each the best of a few tries."""
     rng = np.random.default_rng(7)
-    pool, segment = _random_segment(probe, 2 * PAGE_TOKENS, rng)
+    host, segment = _random_segment(probe, 2 * PAGE_TOKENS, rng)
+    pool = _pool_like(backend, host, segment)
     total_s = 0.0
     for queries in (1, PAGE_TOKENS):
         q = mx.array(rng.standard_normal((1, probe.query_heads, queries, probe.k_dim), dtype=np.float32))
@@ -180,22 +191,29 @@ def self_test(backend: AttentionBackend, probe: ShapeProbe) -> None:
         return
     tokens = 2 * PAGE_TOKENS + 44
     rng = np.random.default_rng(7)
-    pool, segment = _random_segment(probe, tokens, rng)
+    host, segment = _random_segment(probe, tokens, rng)
+    pools = (_pool_like(backend, host, segment), host)
     for queries in (1, 16, 48):
-        _compare(backend, probe, pool, Row((segment,), tokens - queries), queries, rng)
+        _compare(backend, probe, pools, Row((segment,), tokens - queries), queries, rng)
     # Tokens 9 to 11 of the last 16 positions belong to another segment.
     runs = (Run(0, tokens - 8), Run(tokens - 5, 8))
-    _compare(backend, probe, pool, Row((_with_tail(pool, segment, runs),), tokens - 13), 16, rng)
+    split = replace(segment, runs=runs) if backend.name == "cuda" else _with_tail(host, segment, runs)
+    _compare(backend, probe, pools, Row((split,), tokens - 13), 16, rng)
 
 
 def _compare(
-    backend: AttentionBackend, probe: ShapeProbe, pool: FramePool, row: Row, queries: int, rng: np.random.Generator
+    backend: AttentionBackend,
+    probe: ShapeProbe,
+    pools: tuple[Frames, FramePool],
+    row: Row,
+    queries: int,
+    rng: np.random.Generator,
 ) -> None:
     """Raise BackendDisagrees unless backend and reference agree on random queries of one row."""
     q = mx.array(rng.standard_normal((1, probe.query_heads, queries, probe.k_dim), dtype=np.float32))
     mine, right = (
         one.attend(pool, q, layer_index=0, rows=(row,), scale=probe.k_dim**-0.5, window=probe.window)
-        for one in (backend, ReferenceBackend())
+        for one, pool in zip((backend, ReferenceBackend()), pools, strict=True)
     )
     for what, left, other in (("output", mine.out, right.out), ("lse", mine.lse, right.lse)):
         difference = float(mx.abs(left - other).max())
@@ -224,6 +242,33 @@ def _with_tail(pool: FramePool, segment: Segment, runs: tuple[Run, ...]) -> Segm
         conditioning=segment.conditioning,
         tail=TailArrays(k, v, segment.tokens - paged_tokens),
     )
+
+
+def pool_for(backend: AttentionBackend, budget_bytes: int, largest_frame_bytes: int) -> Frames:
+    """A pool where the backend's kernels can read it: in host memory, in slabs that a GPU shares, or on a device.
+
+    Args:
+        backend: the backend in use.
+        budget_bytes: as in `FramePool`.
+        largest_frame_bytes: payload of the largest frame it will hold.
+    """
+    if isinstance(backend, MetalBackend):
+        return backend.make_pool(budget_bytes, largest_frame_bytes)
+    if backend.name == "cuda":
+        from kvd.attention.cuda import DevicePool
+
+        return DevicePool(budget_bytes)
+    return FramePool(budget_bytes)
+
+
+def _pool_like(backend: AttentionBackend, host: FramePool, segment: Segment) -> Frames:
+    """The pages of a segment where the backend reads them."""
+    layouts = [host.layout(frame) for frame in segment.block_table]
+    pool = pool_for(backend, host.resident_bytes, max(layout.payload_bytes for layout in layouts))
+    for frame, layout in zip(segment.block_table, layouts, strict=True):
+        pool.create(frame, layout)
+        pool.fill(frame, host.export(frame))
+    return pool
 
 
 def _random_segment(probe: ShapeProbe, tokens: int, rng: np.random.Generator) -> tuple[FramePool, Segment]:

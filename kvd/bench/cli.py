@@ -15,6 +15,7 @@ from kvd.model.sources import DEFAULT_MODEL
 
 COMMANDS = {
     "attention": ("kvd.bench.attention", "attention"),
+    "capacity": ("kvd.bench.capacity", "capacity"),
     "ppl": ("kvd.bench.ppl", "ppl"),
     "ttft": ("kvd.bench.cli", "ttft"),
 }
@@ -38,7 +39,10 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup)
 def bench() -> None:
-    """Measure: speed over pages (attention), perplexity and bytes of formats (ppl), time to first token (ttft)."""
+    """Measure: speed over pages (attention), perplexity and bytes of formats (ppl), time to first token (ttft).
+
+    Count: bytes of an agent, and agents in a budget (capacity).
+    """
 
 
 @click.command("ttft")

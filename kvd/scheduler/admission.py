@@ -15,6 +15,8 @@ from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.requests import TurnRequest
 from kvd.vm.prefix import character_border
 from kvd.vm.text import TypedText, cut_spans
+from kvd.vm.views import SegmentView
+from kvd.vm.window import most_pages
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -76,11 +78,21 @@ def context_full(core: EngineCore, prompt_tokens: int, max_tokens: int, *, at_le
 def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: int) -> None:
     """Refuse what can never be resident, whatever is evicted: `tokens` tokens that begin as the branch does.
 
+    Of a group with a window only what one step needs is counted. Which of its pages that is changes as the branch
+    grows, so pages of such a group that pinned agents share with it may be counted twice.
+
     Raises:
         BudgetExceeded: with the figures; nothing changed.
     """
-    need = -(-tokens // PAGE_TOKENS) * sum(core.page_bytes(branch.space))
-    mine = dict(_pages(core, branch, tokens))
+    need, mine = 0, set[PageId]()
+    whole = -(-tokens // PAGE_TOKENS)
+    for group, page_bytes, segment in zip(
+        core.spec.groups, core.page_bytes(branch.space), core.pager.segments(branch.space), strict=True
+    ):
+        pages = most_pages(tokens, group.layer.window, core.chunk_tokens, PAGE_TOKENS)
+        need += pages * page_bytes
+        if pages == whole:
+            mine.update(page for number, page in enumerate(_page_ids(segment)) if number < whole)
     pinned = sum(page_bytes for page, page_bytes in _pinned_pages(core, agent).items() if page not in mine)
     usable = core.pager.usable_bytes
     if need + pinned > usable:
@@ -120,11 +132,17 @@ def _pinned_pages(core: EngineCore, besides: Agent) -> dict[PageId, int]:
     return dict(page for agent in pinned for page in _pages(core, agent.branch))
 
 
-def _pages(core: EngineCore, branch: Branch, tokens: int | None = None) -> Iterator[tuple[PageId, int]]:
-    """Pages that hold the first `tokens` tokens of a branch (None: all), tails included, and the bytes of each."""
-    last = None if tokens is None else -(-tokens // PAGE_TOKENS)
+def _pages(core: EngineCore, branch: Branch) -> Iterator[tuple[PageId, int]]:
+    """Pages that the next step of a branch sees, tails included, and the bytes of each."""
     for segment, page_bytes in zip(core.pager.segments(branch.space), core.page_bytes(branch.space), strict=True):
-        for page in segment.pages[:last]:
-            yield page.ref.page_id, page_bytes
-        if segment.tail is not None and (last is None or last > len(segment.pages)):
-            yield segment.tail.page_id, page_bytes
+        behind = sum(page.behind_window for page in segment.pages)
+        for page in list(_page_ids(segment))[behind:]:
+            yield page, page_bytes
+
+
+def _page_ids(segment: SegmentView) -> Iterator[PageId]:
+    """The pages of a segment in order, the tail last."""
+    for page in segment.pages:
+        yield page.ref.page_id
+    if segment.tail is not None:
+        yield segment.tail.page_id

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvd.ids import SpaceId
+from kvd.ids import PageId, SpaceId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.requests import AgentRef
 from kvd.store.records import AgentRecord, PageEntry, PositionRun, RecordKind, SegmentDelta
@@ -82,6 +82,8 @@ class Branch:
         last_used: the registry's tick at its last use.
         logged: the log knows the branch (as it is, or as it was).
         doubtful: the store knows no durable copy of a page that is not in RAM: it must be read to see what is true.
+        missing: pages behind a window of which the store knows no durable copy either: nothing needs them until the
+            branch is cut back to where they are seen.
     """
 
     branch_id: int
@@ -96,6 +98,7 @@ class Branch:
     last_used: int = 0
     logged: bool = False
     doubtful: bool = False
+    missing: frozenset[PageId] = frozenset()
 
     @property
     def behind(self) -> bool:

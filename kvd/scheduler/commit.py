@@ -3,8 +3,8 @@
 Theory of operation. A commit waits for the branch's page writes, appends one record and waits for its fsync. What the
 disk refuses stays in RAM and is part of the next record; nothing durable before it is touched. Some refusals have a
 remedy, each tried once: the log vanished or is damaged (a new one is begun), the record does not follow from the log
-(our bug: a record that says everything does), pages lost their files (resident ones are written again, a branch with
-others is `doubtful` until it has been read).
+(our bug: a record that says everything does), pages lost their files (resident ones are written again, those behind a
+window are done without, a branch with others is `doubtful` until it has been read).
 
 Compaction of a log is no part of a commit: it runs when nothing else does and enough is dead to pay for it.
 
@@ -173,7 +173,7 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         if not _tails_at_hand(core, branch):
             return Committed("the end of its KV is on disk only and must be read before it can be written anew")
         record = _record(core, agent, branch, kind)
-        result = yield from _answer_to(partial(core.store.append_record, record))
+        result = yield from _answer_to(partial(core.store.append_record, record, missing=_behind(core, branch)))
         error = result.error
         if error is None and result.image is not None:
             _committed(core, agent, branch, result.image)
@@ -209,13 +209,24 @@ def _remedy(core: EngineCore, agent: Agent, branch: Branch, error: KvdError) -> 
         case PageNotDurable():
             core.log("pages_vanished", agent=str(agent.ref), pages=len(error.page_ids))
             core.memory.apply(CopiesLost(tuple(PageId(page) for page in error.page_ids)))
-            # one that is not in RAM may have a good file all the same, or be lost: reading it tells
-            pages = [page for segment in core.pager.segments(branch.space) for page in segment.pages]
-            branch.doubtful = any(page.frame is None and page.ref.page_id in error.page_ids for page in pages)
+            # one that is not in RAM may have a good file all the same, or be lost: reading it tells, when it is needed
+            segments = core.pager.segments(branch.space)
+            absent = [page for segment in segments for page in segment.pages if page.frame is None]
+            absent = [page for page in absent if page.ref.page_id in error.page_ids]
+            branch.missing |= {page.ref.page_id for page in absent if page.behind_window}
+            branch.doubtful = not all(page.behind_window for page in absent)
             return not branch.doubtful
         case _:
             return False
     return True
+
+
+def _behind(core: EngineCore, branch: Branch) -> frozenset[PageId]:
+    """Pages of `branch.missing` that still lie behind a window."""
+    if branch.missing:
+        pages = [page for segment in core.pager.segments(branch.space) for page in segment.pages if page.behind_window]
+        branch.missing &= {page.ref.page_id for page in pages}
+    return branch.missing
 
 
 def _answer_to(submit: Callable[[RecordAnswer], None]) -> Generator[Wait, None, SwapResult]:

@@ -236,7 +236,8 @@ class EngineCore:
         if sequence.tokens != branch.computed:
             sequence.truncate(branch.computed)
         for group in range(len(branch.format_ids)):
-            sequence.set_block_table(group, self.pager.block_table(branch.space, GroupId(group)))
+            table = self.pager.block_table(branch.space, GroupId(group))
+            sequence.set_block_table(group, table, first_page=self.pager.first_page(branch.space, GroupId(group)))
         return sequence
 
     def forget_caches(self, space: SpaceId) -> None:
@@ -301,10 +302,11 @@ class EngineCore:
             Cancelled, Busy: no branch was made.
         """
         branch_id = agent.next_branch
-        space, notes = yield from self._fork_space(source, agent.ref, branch_id, tokens, stop)
+        space, computed, notes = yield from self._fork_space(source, agent.ref, branch_id, tokens, stop)
         agent.next_branch += 1
         branch = self._copy_branch(source, branch_id, space, tokens)
         branch.baseline = baseline_on_parent(source, tokens=tokens)
+        branch.drop_kv_from(computed)
         agent.branches[branch_id] = branch
         return branch, notes
 
@@ -315,8 +317,9 @@ class EngineCore:
             Cancelled, Busy: no agent was made.
         """
         child = Agent(ref, created_s=time.time())
-        space, _ = yield from self._fork_space(parent.branch, ref, child.next_branch, tokens, stop)
+        space, computed, _ = yield from self._fork_space(parent.branch, ref, child.next_branch, tokens, stop)
         branch = self._copy_branch(parent.branch, child.next_branch, space, tokens)
+        branch.drop_kv_from(computed)
         child.next_branch += 1
         branch.baseline = Baseline()  # another log: its first record says everything
         child.branches[branch.branch_id] = branch
@@ -326,19 +329,19 @@ class EngineCore:
 
     def _fork_space(
         self, source: Branch, ref: AgentRef, branch_id: int, tokens: int, stop: Stop
-    ) -> Generator[Wait, None, tuple[SpaceId, list[str]]]:
+    ) -> Generator[Wait, None, tuple[SpaceId, int, list[str]]]:
         # nothing of the source need be in RAM but the page that is cut
-        notes = yield from hold_cut(self, source, tokens, stop)
+        computed, notes = yield from hold_cut(self, source, tokens, stop)
         space = self.open_space(ref, branch_id, source.format_ids)
         try:
-            yield from apply_when_room(self, Forked(source.space, space, min(tokens, source.computed)), stop)
+            yield from apply_when_room(self, Forked(source.space, space, computed), stop)
         except BaseException:
             self.memory.remove_space(space)
             del self._owners[space]
             raise
         finally:
             release_cut(self, source)
-        return space, notes
+        return space, computed, notes
 
     @staticmethod
     def _copy_branch(source: Branch, branch_id: int, space: SpaceId, tokens: int) -> Branch:

@@ -74,8 +74,10 @@ def _rollback(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     tokens = branch.border_at_most(_cut_point(branch.tokens, request.arguments["tokens"]))
     refuse_over_budget(core, agent, branch, tokens)
     # the page that is cut must be resident, since its first tokens are copied; nothing else need be
-    yield from hold_cut(core, branch, tokens, stop)
+    kept, _ = yield from hold_cut(core, branch, tokens, stop)
     try:
+        if kept < min(tokens, branch.computed):
+            core.cut_kv(branch, kept)  # a page border: pages that the shorter branch needs are lost
         yield from core.cut_branch(branch, tokens, stop)
     finally:
         release_cut(core, branch)

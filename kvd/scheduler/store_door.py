@@ -94,10 +94,12 @@ class StoreDoor:
         self._tails.setdefault((ref, branch, int(group)), []).append(page)
         self._swap.submit(ReadTailOp(ref.namespace, ref.agent, branch, int(group)))
 
-    def append_record(self, record: AgentRecord, answer: RecordAnswer) -> None:
-        """Queue a commit."""
+    def append_record(
+        self, record: AgentRecord, answer: RecordAnswer, *, missing: frozenset[PageId] = frozenset()
+    ) -> None:
+        """Queue a commit; `missing` pages may be named although no good file of them is known."""
         self._answers[record.namespace, record.agent, record.seq] = answer
-        self._swap.submit(AppendRecordOp(record))
+        self._swap.submit(AppendRecordOp(record, missing))
 
     def compact_log(self, ref: AgentRef, keep_branches: frozenset[int], answer: RecordAnswer) -> None:
         """Queue a compaction; branches not named are let go of."""

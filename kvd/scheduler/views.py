@@ -27,11 +27,13 @@ def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
         "text_bytes": len(branch.text),
         "branches": len(agent.branches),
         "pages": now.total_pages,
+        "behind_window_pages": now.behind_window_pages,
         "resident_pages": now.resident_pages,
         "swapped_pages": now.stored_pages,
         "lost_pages": now.lost_pages,
         "shared_pages": now.shared_pages,
         "resident_bytes": now.resident_bytes,
+        "needed_bytes": now.needed_bytes,
         "total_bytes": now.total_bytes,
         "pinned": agent.pinned,
         "durable": agent.unsaved is None,
@@ -68,6 +70,7 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
                     "state": page.state.value,
                     "resident": page.state in READABLE,
                     "shared_by": page.shared_spaces,
+                    "behind_window": page.behind_window,
                 }
                 for page in segment.pages
             ]
@@ -75,6 +78,7 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
             segments.append(
                 {
                     "group": int(segment.group),
+                    "window_tokens": core.spec.groups[segment.group].layer.window,
                     "pages": pages,
                     "tail": None if tail is None else {"tokens": tail.tokens, "state": tail.state.value},
                 }
@@ -114,7 +118,10 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "frames": pool.frames,
         "pages": dict(pager.pages),
         "shared_pages": pager.shared_pages,
+        "behind_window_pages": pager.behind_window_pages,
+        "behind_window_bytes": pager.behind_window_bytes,
         "evictions": pager.evictions,
+        "window_drops": pager.window_drops,
         "faults": pager.faults,
         "pages_loaded": hands.pages_loaded,
         "tails_loaded": hands.tails_loaded,

@@ -10,12 +10,14 @@ May import kvd.errors, kvd.ids and kvd.vm.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvd.errors import Busy, Cancelled
 from kvd.ids import SpaceId
 from kvd.vm.errors import NoRoomForCopy
 from kvd.vm.events import CutWanted, Event, RetryWanted
+from kvd.vm.pager import Pager
 
 if TYPE_CHECKING:
     from kvd.scheduler.agents import Branch
@@ -107,35 +109,43 @@ def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Wa
     yield lambda: stop() is not None or core.memory.statistics.write_failures > failures or written()
 
 
-def hold_cut(core: EngineCore, branch: Branch, tokens: int, stop: Stop) -> Generator[Wait, None, list[str]]:
+def hold_cut(core: EngineCore, branch: Branch, tokens: int, stop: Stop) -> Generator[Wait, None, tuple[int, list[str]]]:
     """Bring the page that a cut at `tokens` goes through into RAM and keep it there; `release_cut` lets go of it.
 
-    A lost page cuts the branch's KV, never its ids.
+    A lost page that the branch itself needs cuts its KV, never its ids. One that only the cut would need, since a
+    window moves back to it, does nothing to the branch.
 
     Returns:
-        What was lost, in words for the client.
+        How much KV the cut can keep: `tokens` at most, less when pages before it are lost; and what was lost, in words
+        for the client.
 
     Raises:
         Cancelled, Busy: as `until_room`; nothing is kept.
     """
     notes: list[str] = []
-    space = branch.space
-
-    def lost() -> int | None:
-        position = core.pager.lost_at(space)
-        return position if position is not None and position < tokens else None
-
+    space, pager = branch.space, core.pager
+    wanted = min(tokens, branch.computed)
     try:
         while True:
-            core.memory.apply(CutWanted(space, min(tokens, branch.computed)))
-            yield from until_room(core, lambda: core.pager.can_cut(space) or lost() is not None, stop)
-            position = lost()
-            if position is None:
-                return notes
-            notes.append(cut_at_lost(core, branch, position))
+            core.memory.apply(CutWanted(space, wanted))
+            yield from until_room(core, partial(_can_cut, pager, space, wanted), stop)
+            kept = pager.resumable_at(space, wanted)
+            if kept == wanted:
+                return kept, notes
+            lost = pager.lost_at(space)
+            if lost is None:
+                notes.append(note_of_loss(kept, wanted - kept))
+            else:
+                notes.append(cut_at_lost(core, branch, lost))
+            wanted = min(kept, branch.computed)
     except BaseException:
         release_cut(core, branch)
         raise
+
+
+def _can_cut(pager: Pager, space: SpaceId, tokens: int) -> bool:
+    """Whether the pages of a cut are there, or it is known that it cannot go so deep."""
+    return pager.can_cut(space) or pager.resumable_at(space, tokens) < tokens
 
 
 def release_cut(core: EngineCore, branch: Branch) -> None:
@@ -145,9 +155,14 @@ def release_cut(core: EngineCore, branch: Branch) -> None:
 
 def cut_at_lost(core: EngineCore, branch: Branch, position: int) -> str:
     """Give up KV from a lost page on; what it means, in words for the client."""
-    note = f"page lost at token {position}: {branch.computed - position} tokens are computed again"
+    note = note_of_loss(position, branch.computed - position)
     core.cut_kv(branch, position)
     return note
+
+
+def note_of_loss(position: int, tokens: int) -> str:
+    """A loss in words for the client."""
+    return f"page lost at token {position}: {tokens} tokens are computed again"
 
 
 def raise_if_stopped(stop: Stop) -> None:
@@ -158,7 +173,7 @@ def raise_if_stopped(stop: Stop) -> None:
 
 
 def fault_in(core: EngineCore, branch: Branch, stop: Stop) -> Generator[Wait, None, list[str]]:
-    """Make every page of a branch whose space is active resident. Lost pages cut its KV, never its ids.
+    """Make all that a step on a branch needs resident; its space is active. Lost pages cut its KV, never its ids.
 
     Returns:
         What was lost, in words for the client.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,29 @@ from kvd.quant.spec import PAGE_TOKENS, PageLayout
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"U32": np.dtype("<u4"), "BF16": np.dtype("<u2")}
 
 OctetArray = npt.NDArray[np.uint8]
+
+
+class FrameAllocator(Protocol):
+    """Where the memory of frames comes from; called by the engine thread only."""
+
+    def allocate(self, n_bytes: int) -> tuple[OctetArray, int]:
+        """Zeroed writable memory uint8 [n_bytes], and the bytes it really takes."""
+
+    def release(self, octets: OctetArray) -> None:
+        """Take back what `allocate` returned; it may serve another frame at once."""
+
+
+class AnonymousMappings:
+    """A mapping per frame (implements `FrameAllocator`): it lives as long as any view of it."""
+
+    def allocate(self, n_bytes: int) -> tuple[OctetArray, int]:
+        """See `FrameAllocator.allocate`; the mapping starts zeroed."""
+        slab_bytes = -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        # The array keeps the mapping alive; it goes back to the system when the last view is gone.
+        return np.frombuffer(mmap.mmap(-1, slab_bytes), np.uint8, n_bytes), slab_bytes
+
+    def release(self, octets: OctetArray) -> None:
+        """Nothing to do: the last view returns the mapping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +100,60 @@ class FramePoolStatistics:
     frames_dropped: int
 
 
+class Frames(Protocol):
+    """What pager and store need of a pool, wherever its frames are: `FramePool`, or a pool on a device."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Payload bytes of all frames."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most payload bytes that may exist at once."""
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the limit."""
+
+    def __contains__(self, frame: object) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def create(self, frame: FrameId, layout: PageLayout) -> None:
+        """Make a frame."""
+
+    def drop(self, frame: FrameId) -> None:
+        """Free a frame."""
+
+    def layout(self, frame: FrameId) -> PageLayout:
+        """Layout the frame was created with."""
+
+    def export(self, frame: FrameId) -> bytes:
+        """The whole payload, an owned copy."""
+
+    def fill(self, frame: FrameId, payload: bytes | memoryview) -> None:
+        """Overwrite the whole frame."""
+
+    def extract(self, frame: FrameId, start: int, end: int) -> bytes:
+        """A fragment."""
+
+    def insert(self, frame: FrameId, start: int, end: int, data: bytes | memoryview, upto: int | None = None) -> None:
+        """Write a fragment back."""
+
+    def copy_tokens(self, source: FrameId, target: FrameId, tokens: int) -> None:
+        """Copy the first tokens of one frame into another."""
+
+    def statistics(self) -> FramePoolStatistics:
+        """Figures of this moment."""
+
+
 class _Frame:
     """One frame: its memory and its views. Made by FramePool only."""
 
     __slots__ = ("_layers", "address", "layout", "octets", "slab_bytes", "tensors")
 
-    def __init__(self, layout: PageLayout) -> None:
+    def __init__(self, layout: PageLayout, allocator: FrameAllocator) -> None:
         self.layout = layout
-        self.slab_bytes = -(-layout.payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # The array keeps the mapping alive; the mapping starts zeroed and goes back when the last view is gone.
-        self.octets: OctetArray = np.frombuffer(mmap.mmap(-1, self.slab_bytes), np.uint8, layout.payload_bytes)
+        self.octets, self.slab_bytes = allocator.allocate(layout.payload_bytes)
         self.address = int(self.octets.ctypes.data)
         self.tensors = tuple(
             self.octets[t.offset_bytes : t.offset_bytes + t.tensor_bytes].view(_DTYPES[t.dtype]).reshape(t.shape)
@@ -110,10 +177,13 @@ class FramePool:
     Args:
         budget_bytes: most payload bytes that may exist at once. The pager keeps to it by eviction; the pool refuses to
             be the place where a mistake there becomes swapping of the whole machine.
+        allocator: where memory comes from; None for a mapping per frame. Others may reuse a dropped frame's memory at
+            once, so views of it must not outlive `drop`.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, allocator: FrameAllocator | None = None) -> None:
         self._budget_bytes = budget_bytes
+        self._allocator: FrameAllocator = AnonymousMappings() if allocator is None else allocator
         self._frames: dict[FrameId, _Frame] = {}
         self._resident_bytes = 0
         self._peak_resident_bytes = 0
@@ -165,7 +235,7 @@ class FramePool:
                 needed_bytes=needed_bytes,
                 budget_bytes=self._budget_bytes,
             )
-        made = _Frame(layout)
+        made = _Frame(layout, self._allocator)
         self._frames[frame] = made
         self._resident_bytes = needed_bytes
         self._peak_resident_bytes = max(self._peak_resident_bytes, needed_bytes)
@@ -183,6 +253,7 @@ class FramePool:
         self._resident_bytes -= gone.layout.payload_bytes
         self._slab_bytes -= gone.slab_bytes
         self._dropped += 1
+        self._allocator.release(gone.octets)
 
     def layout(self, frame: FrameId) -> PageLayout:
         """Layout the frame was created with."""

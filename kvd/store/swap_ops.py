@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 
 from kvd.errors import KvdError
+from kvd.ids import PageId
 from kvd.quant.spec import PageLayout
 from kvd.store.agent_image import AgentImage
 from kvd.store.page_file import PageHeader
@@ -41,9 +42,14 @@ class AppendRecordOp:
     """Commit a record to its agent's log. Durable when the result has no error, else not, and nothing is half written.
 
     After LogVanished or LogDamaged or for a new agent the record must stand alone (no base, all its KV).
+
+    Attributes:
+        record: what to append.
+        missing: pages the branch may go on naming although no good file of them is known: the engine can do without.
     """
 
     record: AgentRecord
+    missing: frozenset[PageId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

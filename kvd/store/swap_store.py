@@ -239,8 +239,9 @@ class SwapStore:
         old = self._logs.image(ref)
         before = 0 if old is None else old.log_bytes
         renewed = self._logs.renewed
+        durable = {*self._pages, *op.missing} if op.missing else self._pages
         try:
-            image = self._unless_vanished(lambda: self._logs.append(op.record, self._pages, self._admit))
+            image = self._unless_vanished(lambda: self._logs.append(op.record, durable, self._admit))
         except OSError:
             self._usage.recount()  # a failed append may have left bytes behind
             raise

@@ -1,10 +1,11 @@
 """What is wanted from disk and in RAM, in which order: demands first, then write-behind, then hints.
 
-Theory of operation. A space demands all it maps while it is held (active or pinned) and the frames it wants for growth;
-a cut to come demands the one page per group that it goes through, which is then kept until the cut is done. The head of
-the demand queue is never overtaken, so a large space cannot be starved by small ones; while every active and pinned
-space together fit the budget's usable bytes, everything else can be evicted and each transfer that ends moves the queue
-on. Hints get what is free, and what clean pages of idle spaces leave; none waits for room.
+Theory of operation. A space demands all that its next step sees while it is held (active or pinned), and the frames it
+wants for growth; pages behind the window of a sliding group are not demanded. A cut to come demands the one page per
+group that it goes through, which is then kept until the cut is done. The head of the demand queue is never overtaken,
+so a large space cannot be starved by small ones; while every active and pinned space together fit the budget's usable
+bytes, everything else can be evicted and each transfer that ends moves the queue on. Hints get what is free, and what
+clean pages of idle spaces leave; none waits for room.
 
 May import kvd.ids and the other modules of kvd.vm but pager.
 """
@@ -78,13 +79,14 @@ class Demand:
 
     def want_cut(self, space: AddressSpace, tokens: int | None) -> None:
         """Demand and keep the pages that a cut at `tokens` goes through, instead of those kept so far."""
+        pages = [] if tokens is None else space.cut_pages(tokens)
+        for page in pages:
+            page.keepers += 1
         self._let_cut_go(space.space)
         if tokens is None:
             self.settle(space)
             return
-        pages = self._cuts[space.space] = space.cut_pages(tokens)
-        for page in pages:
-            page.keepers += 1
+        self._cuts[space.space] = pages
         self.want(space)
 
     def can_cut(self, space: SpaceId) -> bool:
@@ -94,6 +96,7 @@ class Demand:
     def _let_cut_go(self, space: SpaceId) -> None:
         for page in self._cuts.pop(space, ()):
             page.keepers -= 1
+            self._transfers.drop_if_wanted(page)
 
     # ---- carrying it on ---------------------------------------------------------------------------------------------
 
@@ -130,10 +133,9 @@ class Demand:
         return True
 
     def _loads(self, space: AddressSpace) -> list[Page]:
-        """What a space demands from disk: all it maps while it is held, else what a cut to come goes through."""
-        if space.use.held:
-            return list(space.loadable())
-        return [page for page in self._cuts.get(space.space, ()) if page.state in STORED]
+        """From disk: what the space's next step sees while it is held, and what a cut to come goes through."""
+        loads = list(space.loadable()) if space.use.held else []
+        return loads + [page for page in self._cuts.get(space.space, ()) if page.state in STORED and page not in loads]
 
     def _prefetch(self) -> None:
         while self._hints:

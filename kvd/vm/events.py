@@ -4,9 +4,10 @@ Events are past facts, instructions imperatives; all are frozen. The pager never
 a clock: it takes an event and returns the instructions the engine must carry out **in order**. May import kvd.ids only.
 
 Theory of operation. An *address space* has, per cache group, one segment: sealed pages (256 tokens each, immutable,
-may be mapped by several spaces) and at most one private *tail* page that is filling. `Activated` pins a space and asks
-for everything absent; `GrowthWanted` asks for frames for tokens to come. Neither blocks: what cannot be had at once is
-queued inside the pager and continues when a `WriteDone` or `LoadDone` makes room. The engine runs a step when
+may be mapped by several spaces) and at most one private *tail* page that is filling. Of a group with a window the pages
+before what the next step sees stay mapped, but nobody wants them in RAM. `Activated` pins a space and asks for
+everything else that is absent; `GrowthWanted` asks for frames for tokens to come. Neither blocks: what cannot be had at
+once is queued inside the pager and continues when a `WriteDone` or `LoadDone` makes room. The engine runs a step when
 `pager.is_ready(space)`.
 
 Durability of a tail: after `TurnCommitted`, the tail's KV is in the agent's log up to `durable_tokens`; an inactive
@@ -59,7 +60,7 @@ class SpaceRestored:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """A request on this space starts: pin it and fault in what is absent."""
+    """A request on this space starts: pin it and fault in what its next step sees and is absent."""
 
     space: SpaceId
 
@@ -104,7 +105,10 @@ class TurnCommitted:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """Cut the space to `tokens`. A cut inside a sealed page makes a private copy of its first tokens (CopyTokens)."""
+    """Cut the space to `tokens`. A cut inside a sealed page makes a private copy of its first tokens (CopyTokens).
+
+    Pages that a window comes back to are demanded while the space is active or pinned.
+    """
 
     space: SpaceId
     tokens: int

@@ -19,8 +19,9 @@ class EvictionPolicy(Protocol):
         """Yield pages that may lose their frame, first victim first, each once.
 
         A yielded page is either droppable at once (`Page.droppable`) or dirty (SEALED_DIRTY, WRITING) and can be
-        dropped after its write. Pages an active or pinned space maps, or a cut to come needs, are never yielded. The
-        caller may drop a page before asking for the next.
+        dropped after its write. Pages an active or pinned space needs, or a cut to come does, are never yielded, nor
+        are those behind the window of every space that maps them: they go by themselves. The caller may drop a page
+        before asking for the next.
 
         Args:
             spaces: all spaces.
@@ -30,14 +31,14 @@ class EvictionPolicy(Protocol):
 class LruPolicy:
     """Least recently used space first; within it clean before dirty, and each from the tail end to the head.
 
-    A page that several spaces map counts as used when the latest of them was, so it is yielded with that space. The
+    A page that several spaces need counts as used when the latest of them was, so it is yielded with that space. The
     tail end goes first because a head without its tail can still be continued by a fork, never the reverse.
     """
 
     def order(self, spaces: Iterable[AddressSpace]) -> Iterator[Page]:
         """See `EvictionPolicy.order`."""
         # Spaces that are wholly absent are skipped: there may be many, and this runs whenever room is short.
-        idle = (s for s in spaces if not s.use.held and s.use.absent_pages < s.mapped_pages)
+        idle = (s for s in spaces if not s.use.held and s.use.readable_pages)
         for space in sorted(idle, key=lambda s: s.use.last_used):
             dirty: list[Page] = []
             for page in space.pages_tail_first():
@@ -51,7 +52,7 @@ class LruPolicy:
 
     @staticmethod
     def _belongs(page: Page, space: AddressSpace) -> bool:
-        if len(page.users) == 1:
-            return True
-        latest = max(page.users.values(), key=lambda use: use.last_used)
-        return latest is space.use and not page.held
+        needed_by = page.needed_by
+        if not needed_by or page.held:
+            return False
+        return max(needed_by, key=lambda use: use.last_used) is space.use

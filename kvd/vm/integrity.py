@@ -87,20 +87,30 @@ def _reference_problems(table: PageTable, spaces: list[AddressSpace]) -> Iterato
             yield f"page {page.page_id} has {len(page.users)} users and {mappings[page.page_id]} mappings"
         if not page.users and page.state not in IN_FLIGHT:
             yield f"page {page.page_id} is {page.state} though nobody maps it"
+        if page.is_behind_window and page.droppable:
+            yield f"page {page.page_id} keeps a frame though nobody sees it"
 
 
 def _space_problems(space: AddressSpace) -> Iterator[str]:
     name = f"space {space.space}"
     full, part = divmod(space.tokens, space.page_tokens)
+    needed = [page for _, page in space.needed()]
+    every = [page for segment in space.segments for page in (*segment.mapped(), *segment.growth)]
     counted = (
-        sum(page.state not in READABLE for page in space.mapped()),
-        sum(page.page_bytes for page in space.mapped() if page.state in STORED),
-        sum(page.state is PageState.LOST for page in space.mapped()),
+        sum(page.state not in READABLE for page in needed),
+        sum(page.page_bytes for page in needed if page.state in STORED),
+        sum(page.state is PageState.LOST for page in needed),
+        sum(page.state in READABLE for page in every),
     )
-    booked = (space.use.absent_pages, space.use.stored_bytes, space.use.lost_pages)
+    booked = (space.use.absent_pages, space.use.stored_bytes, space.use.lost_pages, space.use.readable_pages)
     if counted != booked:
-        yield f"{name} has (absent pages, stored bytes, lost pages) {counted}, booked are {booked}"
+        yield f"{name} has (absent pages, stored bytes, lost pages, readable pages) {counted}, booked are {booked}"
+    behind = {page.page_id for segment in space.segments for page in segment.sealed[: segment.first_page]}
+    if behind != space.use.behind_window:
+        yield f"{name} has {sorted(behind)} behind its windows, booked are {sorted(space.use.behind_window)}"
     for segment in space.segments:
+        if segment.first_page != space.first_page(segment, space.tokens):
+            yield f"{name} group {segment.group} needs its pages from {segment.first_page} on"
         where = f"{name} group {segment.group}"
         if len(segment.sealed) != full or (segment.tail.tokens if segment.tail else 0) != part:
             yield f"{where} does not hold {space.tokens} tokens"

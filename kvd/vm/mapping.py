@@ -29,6 +29,7 @@ class Mappings:
         new_page_id: gives ids that are unique for ever.
         group_count: cache groups of the model.
         page_tokens: tokens of one page.
+        windows: tokens a query sees, per cache group; None for all.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Mappings:
         new_page_id: Callable[[], PageId],
         group_count: int,
         page_tokens: int,
+        windows: tuple[int | None, ...],
     ) -> None:
         self._table = table
         self._transfers = transfers
@@ -47,6 +49,7 @@ class Mappings:
         self._new_page_id = new_page_id
         self._group_count = group_count
         self._page_tokens = page_tokens
+        self._windows = windows
 
     # ---- new spaces -------------------------------------------------------------------------------------------------
 
@@ -58,7 +61,7 @@ class Mappings:
         """
         if len(page_bytes) != self._group_count or min(page_bytes) < 1:
             raise IllegalEvent(f"space {space} with pages of {page_bytes} bytes cannot be created", space=int(space))
-        return AddressSpace(space, page_bytes, page_tokens=self._page_tokens)
+        return AddressSpace(space, page_bytes, page_tokens=self._page_tokens, windows=self._windows)
 
     def restore(self, event: ev.SpaceRestored) -> AddressSpace:
         """A space of pages in swap and tails in the log; pages that are known already are shared.
@@ -89,6 +92,7 @@ class Mappings:
                 tail = self._new_page(space, segment.group, PageState.STASHED)
                 tail.tokens = tail.durable_tokens = space.tail_tokens
                 segment.tail = tail
+        self._slide(space)
         return space
 
     def fork(self, parent: AddressSpace, child: SpaceId, tokens: int) -> AddressSpace:
@@ -110,6 +114,7 @@ class Mappings:
                 self._table.map(page, space.use)
         space.tokens = tokens
         self._copy_tails(space, sources, part)
+        self._slide(space)
         return space
 
     # ---- tokens come and go -----------------------------------------------------------------------------------------
@@ -156,6 +161,7 @@ class Mappings:
                     self._transfers.queue_write(page)
         space.tokens += event.tokens
         space.growth_tokens = max(0, space.growth_tokens - event.tokens)
+        self._slide(space)
 
     def cut(self, space: AddressSpace, tokens: int) -> None:
         """Cut a space to `tokens`; growth pages go too. Cutting to the present length changes nothing.
@@ -171,6 +177,7 @@ class Mappings:
         if part and full == len(space.segments[0].sealed):
             self.release_growth(space)
             self._shorten_tails(space, tokens)
+            self._slide(space)
             return
         sources = self._sources(space, tokens)
         kept = full + (1 if part else 0)
@@ -191,6 +198,7 @@ class Mappings:
             self._transfers.drop(page)
         self._copy_tails(space, sources, part)
         self.unmap(space, sources)
+        self._slide(space)
 
     # ---- unmapping --------------------------------------------------------------------------------------------------
 
@@ -198,7 +206,9 @@ class Mappings:
         """Take the space from the users of `pages`; pages that nobody maps are let go."""
         for page in pages:
             self._table.unmap(page, space.use)
-            if not page.users:
+            if page.users:
+                self._transfers.drop_if_wanted(page)
+            else:
                 self._transfers.release(page)
 
     def want_growth(self, space: AddressSpace, tokens: int) -> None:
@@ -213,6 +223,17 @@ class Mappings:
     def release_growth(self, space: AddressSpace) -> None:
         """Give all growth pages back and want none."""
         self.want_growth(space, 0)
+
+    def _slide(self, space: AddressSpace) -> None:
+        """Let the windows follow the space's length: what fell behind may go, what came into sight is needed."""
+        for segment in space.segments:
+            first, before = space.first_page(segment, space.tokens), segment.first_page
+            segment.first_page = first
+            for page in segment.sealed[first:before]:
+                self._table.show(page, space.use, in_window=True)
+            for page in segment.sealed[before:first]:
+                self._table.show(page, space.use, in_window=False)
+                self._transfers.drop_if_wanted(page)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 

@@ -87,9 +87,12 @@ class SpaceUse:
         evict_wanted: the user asked to evict it and nothing has used it since.
         hinted: it was prefetched and has not run since; other hints leave its pages alone.
         faults: sealed pages loaded since it was created, because it demanded them.
-        absent_pages: mapped pages that a step could not read now.
+        absent_pages: mapped pages that a step needs and could not read now.
         stored_bytes: of these, bytes of pages that can be loaded (EVICTED, STASHED).
         lost_pages: of these, pages that are lost.
+        readable_pages: mapped pages that are in RAM, wherever they lie.
+        behind_window: mapped pages that no step can see, since they lie before a group's window. They count as neither
+            absent nor lost, and nothing is done to have them in RAM.
     """
 
     space: SpaceId
@@ -102,6 +105,8 @@ class SpaceUse:
     absent_pages: int = 0
     stored_bytes: int = 0
     lost_pages: int = 0
+    readable_pages: int = 0
+    behind_window: set[PageId] = field(default_factory=set)
 
     @property
     def held(self) -> bool:
@@ -140,9 +145,19 @@ class Page:
     history: deque[tuple[int, PageState]] = field(default_factory=lambda: deque(maxlen=HISTORY_MOVES))
 
     @property
+    def needed_by(self) -> list[SpaceUse]:
+        """The uses of the spaces whose next step sees it."""
+        return [use for use in self.users.values() if self.page_id not in use.behind_window]
+
+    @property
+    def is_behind_window(self) -> bool:
+        """True when spaces map it, none of which could see it in its next step, and no cut to come needs it."""
+        return not self.keepers and bool(self.users) and not self.needed_by
+
+    @property
     def held(self) -> bool:
-        """True when an active or pinned space maps it, or a cut to come needs it."""
-        return self.keepers > 0 or any(use.held for use in self.users.values())
+        """True when an active or pinned space needs it, or a cut to come does."""
+        return self.keepers > 0 or any(use.held for use in self.needed_by)
 
     @property
     def droppable(self) -> bool:

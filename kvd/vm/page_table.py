@@ -18,7 +18,7 @@ from kvd.vm.page import FIRST_STATES, IN_FLIGHT, READABLE, RESIDENT, STORED, Pag
 
 
 class PageTable:
-    """All pages and frames. Owned by the pager; `create`, `move`, `map` and `unmap` mutate it.
+    """All pages and frames. Owned by the pager; `create`, `move`, `map`, `unmap` and `show` mutate it.
 
     Args:
         budget: the accounts it books into.
@@ -123,11 +123,23 @@ class PageTable:
         """Take a user away; what becomes of a page without users is the pager's decision."""
         del page.users[use.space]
         self._count(page, use, -1)
+        use.behind_window.discard(page.page_id)
+
+    def show(self, page: Page, use: SpaceUse, *, in_window: bool) -> None:
+        """The page came into or fell behind the window of a space that maps it; the counters follow."""
+        self._count(page, use, -1)
+        if in_window:
+            use.behind_window.discard(page.page_id)
+        else:
+            use.behind_window.add(page.page_id)
+        self._count(page, use, 1)
 
     @staticmethod
     def _count(page: Page, use: SpaceUse, sign: int) -> None:
         """Enter the page into (1) or take it out of (-1) the counters of a space that maps it."""
-        if page.state not in READABLE:
+        if page.state in READABLE:
+            use.readable_pages += sign
+        elif page.page_id not in use.behind_window:
             use.absent_pages += sign
             use.lost_pages += sign * (page.state is PageState.LOST)
             use.stored_bytes += sign * page.page_bytes * (page.state in STORED)

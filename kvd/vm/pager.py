@@ -9,7 +9,7 @@ May import kvd.ids, kvd.quant.spec and the other modules of kvd.vm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from kvd.ids import FrameId, GroupId, PageId, SpaceId
@@ -46,6 +46,7 @@ class Pager:
         max_loads_in_flight: bound on LoadPage and LoadTail without an answer.
         page_tokens: tokens of one page.
         policy: ranks victims; least recently used by default.
+        windows: tokens a query sees, itself included, per cache group; None for all. Without it no group has a window.
     """
 
     def __init__(
@@ -58,9 +59,13 @@ class Pager:
         max_loads_in_flight: int = 4,
         page_tokens: int = PAGE_TOKENS,
         policy: EvictionPolicy | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         if min(group_count, page_tokens, max_writes_in_flight, max_loads_in_flight) < 1 or budget_bytes < 0:
             raise ValueError("group_count, page_tokens and transfer bounds must be at least 1, the budget at least 0")
+        windows = (None,) * group_count if windows is None else tuple(windows)
+        if len(windows) != group_count or any(window is not None and window < 1 for window in windows):
+            raise ValueError(f"{group_count} groups need as many windows of at least one token, not {windows}")
         self._budget = Budget(budget_bytes, max_transfers=max_writes_in_flight + max_loads_in_flight)
         self._table = PageTable(self._budget)
         self._spaces: dict[SpaceId, AddressSpace] = {}
@@ -80,6 +85,7 @@ class Pager:
             new_page_id=new_page_id,
             group_count=group_count,
             page_tokens=page_tokens,
+            windows=windows,
         )
         self._demand = Demand(self._spaces, self._budget, self._transfers, self._mappings)
 
@@ -95,11 +101,11 @@ class Pager:
         return wanted_bytes <= self._budget.usable_bytes
 
     def working_set_bytes(self, space: SpaceId, extra_tokens: int = 0) -> int:
-        """Bytes of all frames the space needs to run with `extra_tokens` more tokens (shared pages in full)."""
+        """Bytes of all frames that a step of `extra_tokens` tokens needs (shared pages in full)."""
         return self._space(space).working_set_bytes(extra_tokens)
 
     def is_ready(self, space: SpaceId) -> bool:
-        """True when the space is active, all it maps is readable and the growth frames it wants are mapped."""
+        """True when the space is active, all its next step sees is readable and its growth frames are mapped."""
         found = self._space(space)
         return found.use.active and found.use.absent_pages == 0 and found.growth_mapped
 
@@ -117,24 +123,36 @@ class Pager:
         return self._transfers.writes_fail
 
     def block_table(self, space: SpaceId, group: GroupId) -> tuple[FrameId, ...]:
-        """Frames of one segment in order of position: sealed pages, the tail, then frames for growth.
+        """Frames of one segment from page `first_page` on: sealed pages, the tail, then frames for growth.
 
         Raises:
-            NotResident: a page of the space cannot be read now.
+            NotResident: a page that the space's next step sees cannot be read now.
         """
         found = self._space(space)
         if found.use.absent_pages:
             raise NotResident(f"space {space} lacks {found.use.absent_pages} pages", space=int(space))
         segment = found.segments[group]
-        return tuple(page.frame for page in (*segment.mapped(), *segment.growth) if page.frame is not None)
+        return tuple(page.frame for page in (*segment.needed(), *segment.growth) if page.frame is not None)
+
+    def first_page(self, space: SpaceId, group: GroupId) -> int:
+        """Number of the first page that the space's next step sees; the pages before it are behind the window."""
+        return self._space(space).segments[group].first_page
 
     def tokens(self, space: SpaceId) -> int:
         """Tokens of the space that have KV."""
         return self._space(space).tokens
 
     def lost_at(self, space: SpaceId) -> int | None:
-        """First token position that is gone because its page could not be loaded; None when nothing is."""
+        """Position to cut the space to, since a page its next step sees could not be loaded; None when none is lost.
+
+        At most that of the first lost page; less, when the window before that position has lost pages, too. Pages lost
+        behind the window do not count.
+        """
         return self._space(space).lost_at()
+
+    def resumable_at(self, space: SpaceId, tokens: int) -> int:
+        """The deepest position, at most `tokens`, that needs no page known to be lost: where a cut can go to."""
+        return self._space(space).resumable_at(tokens)
 
     def segments(self, space: SpaceId) -> tuple[SegmentView, ...]:
         """Page ids, keys, states and tails, in order of group."""
@@ -202,7 +220,7 @@ class Pager:
             case ev.TurnCommitted():
                 self._turn_committed(event.space)
             case ev.RolledBack():
-                self._mappings.cut(self._space(event.space), event.tokens)
+                self._rolled_back(event)
             case ev.Forked():
                 self._check_new(event.child)
                 self._enter(self._mappings.fork(self._space(event.parent), event.child, event.tokens))
@@ -296,6 +314,12 @@ class Pager:
         self._mappings.want_growth(space, event.tokens)
         self._use(space)
         self._demand.want(space)
+
+    def _rolled_back(self, event: ev.RolledBack) -> None:
+        space = self._space(event.space)
+        self._mappings.cut(space, event.tokens)
+        if space.use.held:
+            self._demand.want(space)  # its windows moved back: what they see now may be on disk
 
     def _turn_committed(self, space: SpaceId) -> None:
         for segment in self._space(space).segments:

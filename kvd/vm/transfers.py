@@ -54,7 +54,6 @@ class Transfers:
         max_loads_in_flight: int,
     ) -> None:
         self.counters = Counters()
-        self.writes_in_flight = 0
         self.loads_in_flight = 0
         self._table = table
         self._budget = table.budget
@@ -66,11 +65,17 @@ class Transfers:
         # Dirty pages are in exactly one of these; dicts are ordered sets. `urgent` stands between a demand and room.
         self._urgent: dict[PageId, Page] = {}
         self._behind: dict[PageId, Page] = {}
+        self._writing: dict[PageId, Page] = {}
         self.writes_fail = False
         self._trial_due = False
         self._trial_runs = False
         self._ticks_left = 0
         self._wait_ticks = 1
+
+    @property
+    def writes_in_flight(self) -> int:
+        """Writes without an answer."""
+        return len(self._writing)
 
     # ---- frames -----------------------------------------------------------------------------------------------------
 
@@ -90,8 +95,13 @@ class Transfers:
             self._emit(ForgetPage(page.page_id))
 
     def drop_if_wanted(self, page: Page) -> None:
-        """Drop the frame when every space that maps the page was asked to be evicted."""
-        if page.droppable and not page.held and all(use.evict_wanted for use in page.users.values()):
+        """Drop the frame when nobody can see the page any more, or all who need it were asked to be evicted."""
+        if not page.droppable or page.held or not page.users:
+            return
+        if page.is_behind_window:
+            self._move(page, page.stored_state)
+            self.counters.window_drops += 1
+        elif all(use.evict_wanted for use in page.needed_by):
             self.drop(page)
 
     def make_room(self, want_bytes: int) -> None:
@@ -101,6 +111,14 @@ class Transfers:
         when their writes are done.
         """
         shortage_bytes = self._budget.shortage_bytes(want_bytes)
+        if shortage_bytes <= 0:
+            return
+        if not self.writes_fail:
+            # what is behind a window goes by itself once it is written: sooner than anything that a step may need
+            for page in (*self._writing.values(), *self._urgent.values(), *self._behind.values()):
+                if page.is_behind_window:
+                    self.hurry(page)
+                    shortage_bytes -= page.page_bytes
         if shortage_bytes <= 0:
             return
         for page in self._policy.order(self._spaces.values()):
@@ -120,7 +138,7 @@ class Transfers:
         for page in self._policy.order(self._spaces.values()):
             if shortage_bytes <= 0:
                 break
-            if page.droppable and not any(use.hinted for use in page.users.values()):
+            if page.droppable and not any(use.hinted for use in page.needed_by):
                 self.drop(page)
                 shortage_bytes -= page.page_bytes
         return shortage_bytes <= 0
@@ -231,7 +249,7 @@ class Transfers:
                 del queue[page.page_id]
                 self._trial_runs, self._trial_due = self.writes_fail, False
                 self._table.move(page, PageState.WRITING)
-                self.writes_in_flight += 1
+                self._writing[page.page_id] = page
                 self.counters.writes += 1
                 assert page.frame is not None
                 self._emit(WritePage(page.page_id, page.frame, page.group))
@@ -256,7 +274,7 @@ class Transfers:
 
     def _write_ended(self, page_id: PageId, state: PageState) -> Page:
         page = self._table.in_flight(page_id, PageState.WRITING)
-        self.writes_in_flight -= 1
+        del self._writing[page_id]
         self._table.move(page, state)
         return page
 

@@ -24,12 +24,14 @@ class PageView:
         state: where its bytes are.
         frame: its frame, None when not resident.
         shared_spaces: spaces that map it.
+        behind_window: the space's next step cannot see it: it lies before the window of its group.
     """
 
     ref: PageRef
     state: PageState
     frame: FrameId | None
     shared_spaces: int
+    behind_window: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,17 @@ class Residency:
         pinned: the user pinned it.
         last_used: the pager's tick at its last use; larger is later.
         total_pages: pages that hold tokens, tails included.
-        resident_pages: of these, pages a step can read now.
-        loading_pages: pages on their way in.
-        stored_pages: pages that are only on disk.
-        dirty_pages: sealed pages without a swap copy yet.
+        behind_window_pages: of these, pages its next step cannot see, wherever they are; the others are needed.
+        resident_pages: needed pages a step can read now.
+        loading_pages: needed pages on their way in.
+        stored_pages: needed pages that are only on disk.
+        dirty_pages: sealed pages without a swap copy yet, those behind the window included.
         shared_pages: pages other spaces map too.
-        lost_pages: pages whose load failed.
-        resident_bytes: bytes of its frames, growth included.
-        total_bytes: bytes it would take when wholly resident, without growth.
-        lost_at: first token position that is lost, None when none is.
+        lost_pages: needed pages whose load failed.
+        resident_bytes: bytes of its frames, growth and what is left behind the window included.
+        needed_bytes: bytes of the needed pages: what it takes when it can run, without growth.
+        total_bytes: bytes of all its pages.
+        lost_at: position it must be cut to, since a needed page is lost; None when none is.
     """
 
     space: SpaceId
@@ -99,6 +103,7 @@ class Residency:
     pinned: bool
     last_used: int
     total_pages: int
+    behind_window_pages: int
     resident_pages: int
     loading_pages: int
     stored_pages: int
@@ -106,6 +111,7 @@ class Residency:
     shared_pages: int
     lost_pages: int
     resident_bytes: int
+    needed_bytes: int
     total_bytes: int
     lost_at: int | None
 
@@ -129,7 +135,10 @@ class Statistics:
         active_spaces: of these, spaces a request runs on.
         waiting_spaces: of these, spaces whose demand is not fully issued.
         shared_pages: pages that two or more spaces map.
+        behind_window_pages: pages that no space's next step can see.
+        behind_window_bytes: resident bytes of those: they go once they are on disk.
         evictions: frames dropped to make room or on the user's wish, since start.
+        window_drops: frames dropped since their pages fell behind a window, since start.
         faults: pages and tails loaded because a space demanded them, since start.
         prefetches: pages and tails loaded on a hint, since start.
         writes: pages handed to swap, since start.
@@ -150,7 +159,10 @@ class Statistics:
     active_spaces: int
     waiting_spaces: int
     shared_pages: int
+    behind_window_pages: int
+    behind_window_bytes: int
     evictions: int
+    window_drops: int
     faults: int
     prefetches: int
     writes: int
@@ -163,6 +175,7 @@ class Counters:
     """Running totals behind `Statistics`. Owned by the pager's transfers."""
 
     evictions: int = 0
+    window_drops: int = 0
     faults: int = 0
     prefetches: int = 0
     writes: int = 0
@@ -181,8 +194,10 @@ def view_segments(space: AddressSpace) -> tuple[SegmentView, ...]:
     views = []
     for segment in space.segments:
         pages = tuple(
-            PageView(PageRef(page.page_id, page.key), page.state, page.frame, len(page.users))
-            for page in segment.sealed
+            PageView(
+                PageRef(page.page_id, page.key), page.state, page.frame, len(page.users), number < segment.first_page
+            )
+            for number, page in enumerate(segment.sealed)
             if page.key is not None
         )
         tail = segment.tail
@@ -197,6 +212,7 @@ def view_segments(space: AddressSpace) -> tuple[SegmentView, ...]:
 def view_residency(space: AddressSpace) -> Residency:
     """Picture of where a space's pages are."""
     mapped = list(space.mapped())
+    needed = [page for _, page in space.needed()]
     growth = [page for segment in space.segments for page in segment.growth]
     return Residency(
         space=space.space,
@@ -205,13 +221,15 @@ def view_residency(space: AddressSpace) -> Residency:
         pinned=space.use.pinned,
         last_used=space.use.last_used,
         total_pages=len(mapped),
-        resident_pages=len(mapped) - space.use.absent_pages,
-        loading_pages=sum(page.state in (PageState.LOADING, PageState.LOADING_TAIL) for page in mapped),
-        stored_pages=sum(page.state in STORED for page in mapped),
+        behind_window_pages=len(mapped) - len(needed),
+        resident_pages=len(needed) - space.use.absent_pages,
+        loading_pages=sum(page.state in (PageState.LOADING, PageState.LOADING_TAIL) for page in needed),
+        stored_pages=sum(page.state in STORED for page in needed),
         dirty_pages=sum(page.state in (PageState.SEALED_DIRTY, PageState.WRITING) for page in mapped),
         shared_pages=sum(len(page.users) > 1 for page in mapped),
-        lost_pages=sum(page.state is PageState.LOST for page in mapped),
+        lost_pages=space.use.lost_pages,
         resident_bytes=sum(page.page_bytes for page in (*mapped, *growth) if page.state in RESIDENT),
+        needed_bytes=sum(page.page_bytes for page in needed),
         total_bytes=sum(page.page_bytes for page in mapped),
         lost_at=space.lost_at(),
     )
@@ -222,12 +240,14 @@ def view_statistics(
 ) -> Statistics:
     """Picture of the whole pager; walks all pages."""
     pages = {str(state): 0 for state in PageState if state is not PageState.RELEASED}
-    dirty_bytes = pinned_bytes = shared_pages = 0
+    dirty_bytes = pinned_bytes = shared_pages = behind_pages = behind_bytes = 0
     for page in table:
         pages[str(page.state)] += 1
         shared_pages += len(page.users) > 1
         dirty_bytes += page.page_bytes * _is_dirty(page)
         pinned_bytes += page.page_bytes * (page.state in RESIDENT and page.held)
+        behind_pages += page.is_behind_window
+        behind_bytes += page.page_bytes * (page.state in RESIDENT and page.is_behind_window)
     uses = [space.use for space in spaces]
     budget = table.budget
     return Statistics(
@@ -244,7 +264,10 @@ def view_statistics(
         active_spaces=sum(use.active for use in uses),
         waiting_spaces=waiting_spaces,
         shared_pages=shared_pages,
+        behind_window_pages=behind_pages,
+        behind_window_bytes=behind_bytes,
         evictions=counters.evictions,
+        window_drops=counters.window_drops,
         faults=counters.faults,
         prefetches=counters.prefetches,
         writes=counters.writes,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvd_client.cli_show import agent_line, agent_table, fact_lines, format_name, size
-from kvd_client.residency import LEGEND, PAGE_MARKS, branch_marks, residency_lines
+from kvd_client.residency import BEHIND_MARK, LEGEND, PAGE_MARKS, branch_marks, residency_lines
 
 
 def agent(name: str, namespace: str = "default", **changes: object) -> dict[str, Any]:
@@ -84,6 +84,8 @@ def test_the_table_fits_eighty_columns() -> None:
 
 def test_an_action_tells_what_is_not_safe() -> None:
     """One line, with the reason why a crash would cost something."""
+    line = agent_line("a evicted", agent("a", swapped_pages=1, behind_window_pages=2))
+    assert line == "a evicted: 131072 tokens, 1.2 GB in RAM, 1 page only on disk, 2 pages behind the window"
     line = agent_line("a pinned", agent("a", durable=False, durable_reason="disk full"))
     assert line == "a pinned: 131072 tokens, 1.2 GB in RAM, 512 pages only on disk; NOT durable (disk full)"
 
@@ -96,6 +98,11 @@ def test_a_page_is_a_mark() -> None:
     assert all(f"{mark} " in LEGEND for mark in PAGE_MARKS.values())
     assert len(LEGEND) <= 80
     assert branch_marks(branch("clean evicted loading stashed")) == "█░▒_"
+    behind = branch("evicted sealed_dirty evicted filling")
+    for page in behind["segments"][0]["pages"][:2]:
+        page["behind_window"] = True
+    assert branch_marks(behind) == "·▓░▄", "what no step sees any more is told from what will be loaded again"
+    assert f"{BEHIND_MARK} " in LEGEND
     assert branch_marks(branch("of_the_future filling")) == "?▄"
 
 

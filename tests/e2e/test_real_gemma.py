@@ -30,6 +30,12 @@ def test_a_needle_older_than_two_windows_is_found_after_kill_9(make_daemon: Make
     daemon.client.fork("keeper", "twin")
     unbroken = daemon.client.generate("twin", text + QUESTION, max_tokens=8)
     daemon.restart()
+    first = (computed - WINDOW) // 256
+    for agent in ("keeper", "twin"):
+        shown = daemon.client.residency(agent)["agents"][0]["branches"][0]["segments"][0]
+        assert shown["window_tokens"] == WINDOW
+        assert [page["behind_window"] for page in shown["pages"][:first]] == [True] * first
+        assert not any(page["resident"] for page in shown["pages"][:first]), "behind the window, on disk alone"
     answer = daemon.client.generate("keeper", text + QUESTION, max_tokens=8)
     assert (answer.match, answer.cached_tokens) == ("extend", computed)
     assert answer.text == unbroken.text
@@ -39,3 +45,12 @@ def test_a_needle_older_than_two_windows_is_found_after_kill_9(make_daemon: Make
     assert parsed(called.text) == CALLS[-1], called.text
     again = daemon.client.generate("keeper", text + QUESTION + answer.text + " and", max_tokens=4)
     assert (again.match, again.cached_tokens) == ("extend", daemon.client.agent_info("twin").computed_tokens)
+    # cut back to before what the windows see, both go on from what the disk has of them
+    half = text[: len(text) // 2]
+    back = {agent: daemon.client.generate(agent, half + "; and then", max_tokens=4) for agent in ("keeper", "twin")}
+    assert back["keeper"].text == back["twin"].text
+    for turn in back.values():
+        assert turn.match == "diverge"
+        assert WINDOW < turn.cached_tokens < WINDOW + 256, "its window begins in the first page"
+        assert "lost" not in turn.match_reason
+    assert back["keeper"].server["swapped_in_pages"] == first

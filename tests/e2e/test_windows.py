@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import Daemon, MakeDaemon, short_folder
+from tests.support.daemon import Daemon, MakeDaemon, eventually, short_folder
 from tests.support.prose import prose
 from tests.support.tiny_gemma import WINDOW, make_tiny_gemma
 
@@ -71,6 +71,28 @@ def test_a_rollback_by_more_than_a_window_is_a_hit(daemon: Daemon) -> None:
     assert (resumed.match, resumed.cached_tokens) == ("extend", fresh.cached_tokens)
     assert fresh.cached_tokens == LONG - 2 * WINDOW + 1
     assert resumed.text == fresh.text
+
+
+def test_ram_holds_the_window_and_the_map_says_so(daemon: Daemon) -> None:
+    """P31: of a prompt four windows long the sliding group keeps the pages of one; the rest is shown apart."""
+    daemon.client.inject("seen", prose(LONG, "seen"))
+    tokens = daemon.client.agent_info("seen").computed_tokens
+    (agent,) = daemon.client.residency("seen")["agents"]
+    sliding, full = agent["branches"][0]["segments"]
+    assert (sliding["window_tokens"], full["window_tokens"]) == (WINDOW, None)
+    first = (tokens - WINDOW) // 256
+    assert first == 3
+    assert [page["behind_window"] for page in sliding["pages"]] == [n < first for n in range(tokens // 256)]
+    assert [page["resident"] for page in sliding["pages"]] == [n >= first for n in range(tokens // 256)]
+    assert all(page["resident"] and not page["behind_window"] for page in full["pages"])
+    info = daemon.client.agent_info("seen")
+    assert info.behind_window_pages == first
+    assert (info.swapped_pages, info.server["needed_bytes"]) == (0, info.resident_bytes)
+    drops = daemon.client.statistics().server["window_drops"]
+    assert drops >= first
+    daemon.client.rollback("seen", tokens - 2 * WINDOW)
+    assert daemon.client.prefetch("seen").behind_window_pages == (tokens - 3 * WINDOW) // 256 == 1
+    eventually(lambda: daemon.client.agent_info("seen").swapped_pages == 0, "the hinted pages are resident")
 
 
 def test_both_kinds_of_layers_are_shown(daemon: Daemon) -> None:

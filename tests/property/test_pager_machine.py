@@ -90,6 +90,11 @@ class PagerMachine(RuleBasedStateMachine):
         """What an engine checks before it activates or grows."""
         return self.pager.fits(self.demand_bytes(but=space) + self.pager.working_set_bytes(space, extra_tokens))
 
+    def first_seen(self, space: SpaceId, group: int) -> int:
+        """First position that the space's next step sees, or a replay of its last token: the test's own arithmetic."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, len(self.models[space].serials) - 1 - (window - 1))
+
     def expected(self, space: SpaceId, group: int) -> list[Token]:
         """What a group of the space must hold."""
         return [(group, serial) for serial in self.models[space].serials]
@@ -102,10 +107,20 @@ class PagerMachine(RuleBasedStateMachine):
         writes=st.integers(1, 2),
         loads=st.integers(1, 3),
         first_tokens=st.lists(st.integers(1, 18), min_size=2, max_size=4),
+        windows=st.lists(st.sampled_from([None, 1, 3, 4, 5, 9]), min_size=3, max_size=3),
     )
-    def start(self, budget_pages: int, group_count: int, writes: int, loads: int, first_tokens: list[int]) -> None:
-        """A pager of some pages, and spaces with a turn behind them."""
+    def start(
+        self,
+        budget_pages: int,
+        group_count: int,
+        writes: int,
+        loads: int,
+        first_tokens: list[int],
+        windows: list[int | None],
+    ) -> None:
+        """A pager of some pages, groups that see everything or a window, and spaces with a turn behind them."""
         self.group_count = group_count
+        self.windows = windows[:group_count]
         self.pager = Pager(
             budget_pages * 10 * group_count,
             group_count=group_count,
@@ -113,6 +128,7 @@ class PagerMachine(RuleBasedStateMachine):
             max_writes_in_flight=writes,
             max_loads_in_flight=loads,
             page_tokens=PAGE_TOKENS,
+            windows=self.windows,
         )
         self.wanted: dict[SpaceId, int] = {}
         self.shrunk = False
@@ -219,9 +235,10 @@ class PagerMachine(RuleBasedStateMachine):
         self.next_serial += tokens
         for group in range(self.group_count):
             table = self.pager.block_table(space, GroupId(group))
+            first = self.pager.first_page(space, GroupId(group))
             for offset, serial in enumerate(fresh):
                 position = len(model.serials) + offset
-                frame = self.machine.frames[table[position // PAGE_TOKENS]]
+                frame = self.machine.frames[table[position // PAGE_TOKENS - first]]
                 del frame[position % PAGE_TOKENS :]  # what a rollback left behind is overwritten
                 frame.append((group, serial))
         sealed = (len(model.serials) % PAGE_TOKENS + tokens) // PAGE_TOKENS
@@ -456,12 +473,33 @@ class PagerMachine(RuleBasedStateMachine):
             if not self.pager.is_ready(space):
                 continue
             for group in range(self.group_count):
-                table = self.pager.block_table(space, GroupId(group))
+                table, start = self.pager.block_table(space, GroupId(group)), self.first_seen(space, group)
+                first = self.pager.first_page(space, GroupId(group))
+                assert first == start // PAGE_TOKENS, "all that is seen, and no page more"
                 read = [
-                    self.machine.frames[table[p // PAGE_TOKENS]][p % PAGE_TOKENS] for p in range(len(model.serials))
+                    self.machine.frames[table[p // PAGE_TOKENS - first]][p % PAGE_TOKENS]
+                    for p in range(start, len(model.serials))
                 ]
-                assert read == self.expected(space, group)
-                assert len(table) * PAGE_TOKENS >= len(model.serials) + self.wanted.get(space, 0)
+                assert read == self.expected(space, group)[start:]
+                assert (first + len(table)) * PAGE_TOKENS >= len(model.serials) + self.wanted.get(space, 0)
+
+    @invariant()
+    def nobody_keeps_what_nobody_sees(self) -> None:
+        """A page behind the window of all spaces that map it has a frame only while it is not durable or on its way."""
+        seen: set[PageId] = set()
+        behind: dict[PageId, str] = {}
+        for space in self.models:
+            for view in self.pager.segments(space):
+                start = self.first_seen(space, view.group)
+                for number, page in enumerate(view.pages):
+                    is_behind = (number + 1) * PAGE_TOKENS <= start
+                    assert page.behind_window == is_behind
+                    if is_behind:
+                        behind[page.ref.page_id] = page.state
+                    else:
+                        seen.add(page.ref.page_id)
+        kept = {page for page, state in behind.items() if state == "clean"} - seen
+        assert not kept, "no cut is under way between two rules"
 
     def _check_pages(self, space: SpaceId, group: GroupId) -> None:
         """Every page is in the tier its state says, with its content, and lost exactly when its load failed."""
@@ -486,10 +524,12 @@ class PagerMachine(RuleBasedStateMachine):
                     self.machine.frames[view.tail.frame][: view.tail.tokens]
                     == expected[len(view.pages) * PAGE_TOKENS :]
                 )
-        if first_lost:
+        start = self.first_seen(space, group)
+        first_seen_lost = [position for position in first_lost if position + PAGE_TOKENS > start][:1]
+        if first_seen_lost:
             lost_at = self.pager.lost_at(space)
             assert lost_at is not None
-            assert lost_at <= first_lost[0]
+            assert lost_at <= first_seen_lost[0]
 
     # ---- nothing is stuck -------------------------------------------------------------------------------------------
 

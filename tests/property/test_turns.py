@@ -103,11 +103,16 @@ def kept_by(branch: Branch, prompt: bytes) -> int:
 class TurnMachine(RuleBasedStateMachine):
     """See the module docstring."""
 
-    @initialize(budget=st.sampled_from([10, 14, 40]), seed=st.integers(0, 2**16), chunk=st.sampled_from([64, 300]))
-    def begin(self, budget: int, seed: int, chunk: int) -> None:
-        """A small or a large budget, small or large chunks."""
+    @initialize(
+        budget=st.sampled_from([10, 14, 40]),
+        seed=st.integers(0, 2**16),
+        chunk=st.sampled_from([64, 300]),
+        window=st.sampled_from([None, 60, 200]),
+    )
+    def begin(self, budget: int, seed: int, chunk: int, window: int | None) -> None:
+        """A small or a large budget, small or large chunks, a group that sees everything or a window."""
         self.folder = Path(tempfile.mkdtemp(prefix="kvd-turns-", dir=MEMORY))
-        self.world = World(self.folder, codec(), budget_pages=budget, chunk_tokens=chunk, seed=seed)
+        self.world = World(self.folder, codec(), budget_pages=budget, chunk_tokens=chunk, seed=seed, window=window)
         self.durable: dict[str, Snapshot] = {}  # what the disk has promised to keep
         self.refusing = False
         self.spoiled = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,12 +102,13 @@ class FakeModel:
         return hidden @ mx.array(self._weights.head).T
 
 
-def make_spec(vocab: int, seed: int = 0) -> ModelCacheSpec:
-    """Cache geometry of the fake model."""
+def make_spec(vocab: int, seed: int = 0, *, window: int | None = None) -> ModelCacheSpec:
+    """Cache geometry of the fake model; its second layer may slide."""
+    full, second = LAYERS
     return ModelCacheSpec(
         model_name="fake",
         fingerprint=Fingerprint(hashlib.blake2b(b"fake %d" % seed, digest_size=16).hexdigest()),
-        layers=LAYERS,
+        layers=(full, second if window is None else replace(second, kind="sliding", window=window)),
         query_heads=2,
         context_tokens=CONTEXT_TOKENS,
         vocab_tokens=vocab,

@@ -89,9 +89,10 @@ def make_core(
     new_page_id: Callable[[], PageId],
     clock: Callable[[], float],
     log: Callable[..., None],
+    window: int | None = None,
 ) -> EngineCore:
     """Put an engine core together as `kvd.assembly` does; agents are restored by the caller."""
-    spec = make_spec(codec.token_count)
+    spec = make_spec(codec.token_count, window=window)
     door = StoreDoor(swap, log)
     pager = Pager(
         budget_bytes,
@@ -99,6 +100,7 @@ def make_core(
         new_page_id=new_page_id,
         max_writes_in_flight=1,
         max_loads_in_flight=2,
+        windows=[group.layer.window for group in spec.groups],
     )
     made: list[EngineCore] = []
     memory = Memory(
@@ -143,10 +145,18 @@ class World:
         budget_pages: frames of both groups the budget has room for, reserves included.
         chunk_tokens: of a prefill step.
         seed: of the disk's choices and of when queued operations are carried out.
+        window: tokens that the second group sees; None for all.
     """
 
     def __init__(
-        self, folder: Path, codec: TextCodec, *, budget_pages: int = 40, chunk_tokens: int = 128, seed: int = 0
+        self,
+        folder: Path,
+        codec: TextCodec,
+        *,
+        budget_pages: int = 40,
+        chunk_tokens: int = 128,
+        seed: int = 0,
+        window: int | None = None,
     ) -> None:
         self.fs = LossyFileSystem(folder / "side", seed=seed)
         self.codec = codec
@@ -155,7 +165,8 @@ class World:
         self.random = random.Random(seed)
         vocab = codec.token_count
         self.model = FakeModel(vocab)
-        self.spec = make_spec(vocab)
+        self.window = window
+        self.spec = make_spec(vocab, window=window)
         self.use_format("q4")
         self.quota_bytes = 1 << 40
         self.now_s = 0.0
@@ -207,6 +218,7 @@ class World:
             new_page_id=self._new_page_id,
             clock=lambda: self.now_s,
             log=self.log,
+            window=self.window,
         )
         self.notices = restore_agents(self.core, self.report)
 

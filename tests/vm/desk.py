@@ -16,7 +16,15 @@ A, B, C, D = (SpaceId(n) for n in range(1, 5))
 class Desk:
     """A pager and a disk that answers only when told to; every event is followed by the integrity check."""
 
-    def __init__(self, budget_pages: float, *, groups: int = 1, writes: int = 2, loads: int = 4) -> None:
+    def __init__(
+        self,
+        budget_pages: float,
+        *,
+        groups: int = 1,
+        writes: int = 2,
+        loads: int = 4,
+        windows: tuple[int | None, ...] | None = None,
+    ) -> None:
         self.groups = groups
         numbers = count(1)
         self.pager = Pager(
@@ -26,6 +34,7 @@ class Desk:
             max_writes_in_flight=writes,
             max_loads_in_flight=loads,
             page_tokens=P,
+            windows=windows,
         )
         self.writes: list[PageId] = []
         self.loads: list[PageId] = []

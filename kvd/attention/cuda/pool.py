@@ -1,0 +1,418 @@
+"""Frames in the memory of an NVIDIA GPU: the same bytes as on the host, moved and written by kernels.
+
+Theory of operation. A frame is a range of a *slab*, an mlx array in device memory; its address is read once, by a
+kernel, when the slab is made. mlx moves an array to other memory when the host reads it, so nothing but kernels ever
+touches a slab: bytes leave as the output of a kernel (`export`, `extract`) and come in as its input (`fill`, `insert`).
+Slabs are made when they are needed and given back when their last frame is dropped, so frames of all formats share one
+budget.
+
+Kernels that write frames return `order`; whoever reads or writes frames later takes it as an input (see `kernels`).
+A frame that is dropped can be given to another page at once: the engine evaluates each step's result before the pager
+hears that the step ended, so no kernel that reads it is still to come.
+
+Owner: the engine thread. May import mlx, numpy, kvd.attention, kvd.errors, kvd.ids, kvd.quant.spec,
+kvd.store.frame_pool.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+
+from kvd.attention.cuda.kernels import Bits, Stream, append, on_device
+from kvd.errors import InternalError, InvalidParams
+from kvd.ids import FrameId
+from kvd.quant.errors import NonFiniteValues
+from kvd.quant.spec import PAGE_TOKENS, PageLayout
+from kvd.store.frame_pool import FramePoolStatistics
+
+UNIT_BYTES: Final = 4096
+"""Frames begin at multiples of this: kernels copy 16 bytes at once."""
+
+LEAST_SLAB_BYTES: Final = 1 << 20
+_SLABS: Final = 16
+"""A slab is this part of the budget, so that a pool that is hardly used holds little memory."""
+
+
+@dataclass(slots=True)
+class _Slab:
+    """Device memory of some frames."""
+
+    array: mx.array
+    address: int
+    total_bytes: int
+    free: list[tuple[int, int]]
+    """Free ranges [start, end), ascending, never touching."""
+
+    def take(self, n_bytes: int) -> int | None:
+        """First fit: offset of a range that is free no more; None when there is none."""
+        for at, (start, end) in enumerate(self.free):
+            if end - start >= n_bytes:
+                self.free[at : at + 1] = [(start + n_bytes, end)] if end - start > n_bytes else []
+                return start
+        return None
+
+    def give_back(self, start: int, end: int) -> None:
+        """Free a range."""
+        ranges = sorted([*self.free, (start, end)])
+        merged: list[tuple[int, int]] = []
+        for low, high in ranges:
+            if merged and merged[-1][1] == low:
+                merged[-1] = (merged[-1][0], high)
+            else:
+                merged.append((low, high))
+        self.free = merged
+
+    @property
+    def unused(self) -> bool:
+        """True when it holds no frame."""
+        return self.free == [(0, self.total_bytes)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where a frame is."""
+
+    layout: PageLayout
+    slab: _Slab
+    start: int
+    end: int
+
+    @property
+    def address(self) -> int:
+        return self.slab.address + self.start
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Tokens of appends whose outcome has not been looked at."""
+
+    statuses: list[mx.array] = field(default_factory=list)
+
+
+class DevicePool:
+    """Frames by number, in device memory; the interface of `kvd.store.frame_pool.FramePool` without views.
+
+    Args:
+        budget_bytes: most payload bytes that may exist at once.
+
+    Attributes:
+        order: what the last write returned.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._slab_bytes = max(-(-budget_bytes // _SLABS // UNIT_BYTES) * UNIT_BYTES, LEAST_SLAB_BYTES)
+        self._slabs: list[_Slab] = []
+        self._frames: dict[FrameId, _Frame] = {}
+        self._resident_bytes = self._peak_resident_bytes = self._created = self._dropped = 0
+        self._places: dict[tuple[int, int], mx.array] = {}
+        self._layouts: dict[int, PageLayout] = {}
+        self._pending = _Pending()
+        self.order = mx.zeros((4,), mx.int32)
+        mx.eval(self.order)
+
+    # ---- frames ------------------------------------------------------------------------------------------------------
+
+    @property
+    def resident_bytes(self) -> int:
+        """Payload bytes of all frames."""
+        return self._resident_bytes
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of device memory really held."""
+        return sum(slab.total_bytes for slab in self._slabs)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most payload bytes that may exist at once."""
+        return self._budget_bytes
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the limit. Frames beyond a lower one stay until they are dropped; only `create` is refused."""
+        self._budget_bytes = budget_bytes
+
+    def __contains__(self, frame: object) -> bool:
+        return frame in self._frames
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def create(self, frame: FrameId, layout: PageLayout) -> None:
+        """Make a frame; what it holds means nothing yet.
+
+        Raises:
+            InternalError: the number is in use, or the frame does not fit the budget; nothing changed.
+        """
+        if frame in self._frames:
+            raise InternalError(f"frame {frame} exists already", frame=frame)
+        needed_bytes = self._resident_bytes + layout.payload_bytes
+        if needed_bytes > self._budget_bytes:
+            raise InternalError(
+                f"frame {frame} would make {needed_bytes} bytes resident; the budget is {self._budget_bytes}",
+                needed_bytes=needed_bytes,
+                budget_bytes=self._budget_bytes,
+            )
+        n_bytes = -(-layout.payload_bytes // UNIT_BYTES) * UNIT_BYTES
+        slab, start = self._place(n_bytes)
+        self._frames[frame] = _Frame(layout, slab, start, start + n_bytes)
+        self._resident_bytes = needed_bytes
+        self._peak_resident_bytes = max(self._peak_resident_bytes, needed_bytes)
+        self._created += 1
+
+    def drop(self, frame: FrameId) -> None:
+        """Free a frame.
+
+        Raises:
+            InternalError: no such frame.
+        """
+        gone = self._frame(frame)
+        del self._frames[frame]
+        gone.slab.give_back(gone.start, gone.end)
+        if gone.slab.unused:
+            self._slabs.remove(gone.slab)
+        self._resident_bytes -= gone.layout.payload_bytes
+        self._dropped += 1
+
+    def layout(self, frame: FrameId) -> PageLayout:
+        """Layout the frame was created with."""
+        return self._frame(frame).layout
+
+    def device_address(self, frame: FrameId) -> int:
+        """Where the frame begins in device memory; valid until `drop`."""
+        return self._frame(frame).address
+
+    def places(self, layout: PageLayout, layer_index: int) -> mx.array:
+        """int64 [6] in device memory: byte offsets in a frame of a layer's tensors."""
+        key = (id(layout), layer_index)
+        found = self._places.get(key)
+        if found is None:
+            self._layouts[id(layout)] = layout  # its id stays its own as long as the table has it
+            host = mx.array([tensor.offset_bytes for tensor in layout.layer_tensors(layer_index)], mx.int64)
+            found = self._places[key] = on_device(host)
+            mx.eval(found)
+        return found
+
+    def statistics(self) -> FramePoolStatistics:
+        """Figures of this moment."""
+        return FramePoolStatistics(
+            frames=len(self._frames),
+            resident_bytes=self._resident_bytes,
+            peak_resident_bytes=self._peak_resident_bytes,
+            slab_bytes=self.slab_bytes,
+            budget_bytes=self._budget_bytes,
+            frames_created=self._created,
+            frames_dropped=self._dropped,
+        )
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    def append(self, keys: mx.array, values: mx.array, bits: Bits, stream: Stream, starts: mx.array) -> None:
+        """Quantise new tokens into frames; lazy, in order with all that follows. See `kernels.append`."""
+        self.order = append(keys, values, bits, stream, starts, self.order)
+        self._pending.statuses.append(self.order)
+
+    def check_appended(self) -> None:
+        """See that all tokens appended since the last call fit their formats; evaluates them.
+
+        Raises:
+            NonFiniteValues: one did not.
+        """
+        statuses, self._pending.statuses = self._pending.statuses, []
+        if statuses and bool(mx.any(mx.concatenate(statuses)).item()):
+            raise NonFiniteValues("keys or values are not finite, or a scale or bias does not fit bf16")
+
+    def export(self, frame: FrameId) -> bytes:
+        """The whole payload, an owned copy."""
+        held = self._frame(frame)
+        return self._read([(held.address, held.layout.payload_bytes)])
+
+    def fill(self, frame: FrameId, payload: bytes | memoryview) -> None:
+        """Overwrite the whole frame.
+
+        Raises:
+            InvalidParams: `payload` is not exactly `payload_bytes` long; the frame is unchanged.
+        """
+        held = self._frame(frame)
+        if len(payload) != held.layout.payload_bytes:
+            raise InvalidParams(f"a payload of this frame has {held.layout.payload_bytes} bytes, not {len(payload)}")
+        self._write([(held.address, len(payload))], payload)
+
+    def extract(self, frame: FrameId, start: int, end: int) -> bytes:
+        """A fragment: tokens [start, end) of every tensor, in layout order, each [kv_heads, end - start, width].
+
+        Raises:
+            InvalidParams: not 0 <= start <= end <= 256.
+        """
+        _check_range(start, end)
+        return self._read(_pieces(self._frame(frame), start, end))
+
+    def insert(self, frame: FrameId, start: int, end: int, data: bytes | memoryview, upto: int | None = None) -> None:
+        """Write a fragment back.
+
+        Args:
+            frame: an existing frame.
+            start: first token of the fragment.
+            end: one past its last token.
+            data: bytes of `extract(start, end)` from a frame of the same layout.
+            upto: not less than start: tokens after it mean nothing, they may be written or not; None for all.
+
+        Raises:
+            InvalidParams: a bad range, or `data` has another length; the frame is unchanged.
+        """
+        _check_range(start, end)
+        if not start <= (end if upto is None else upto) <= end:
+            raise InvalidParams(f"upto must be in [{start}, {end}], not {upto}")
+        held = self._frame(frame)
+        expected = (end - start) * held.layout.token_bytes
+        if len(data) != expected:
+            raise InvalidParams(f"a fragment of {end - start} tokens has {expected} bytes, not {len(data)}")
+        self._write(_pieces(held, start, end), data)
+
+    def copy_tokens(self, source: FrameId, target: FrameId, tokens: int) -> None:
+        """Copy the first `tokens` tokens of one frame into another of the same format.
+
+        Raises:
+            InvalidParams: `tokens` not in [0, 256].
+            InternalError: the formats differ; nothing was copied.
+        """
+        _check_range(0, tokens)
+        here, there = self._frame(source), self._frame(target)
+        if here.layout.tensors != there.layout.tensors:
+            raise InternalError(f"frames {source} and {target} have different layouts")
+        if tokens:
+            self._write(_pieces(there, 0, tokens), self._read(_pieces(here, 0, tokens)))
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _place(self, n_bytes: int) -> tuple[_Slab, int]:
+        """A free range, in a new slab if need be."""
+        for slab in self._slabs:
+            start = slab.take(n_bytes)
+            if start is not None:
+                return slab, start
+        total = max(self._slab_bytes, n_bytes)
+        array = mx.zeros((total // 4,), mx.uint32)
+        mx.eval(array)
+        slab = _Slab(array, _address(array), total, [(0, total)])
+        self._slabs.append(slab)
+        start = slab.take(n_bytes)
+        assert start is not None
+        return slab, start
+
+    def _read(self, pieces: Sequence[tuple[int, int]]) -> bytes:
+        """The bytes at (address, length) pieces, one after the other."""
+        total = sum(length for _, length in pieces)
+        if not total:
+            return b""
+        out = _mover("read")(
+            inputs=[_piece_table(pieces), self.order],
+            grid=(256, len(pieces), 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(total // 2,)],
+            output_dtypes=[mx.uint16],
+        )[0]
+        mx.eval(out)
+        return np.array(out).tobytes()
+
+    def _write(self, pieces: Sequence[tuple[int, int]], data: bytes | memoryview) -> None:
+        """Write bytes to (address, length) pieces, one after the other; done when it returns."""
+        if not data:
+            return
+        source = mx.array(np.frombuffer(data, np.uint16))
+        self.order = _mover("write")(
+            inputs=[source, _piece_table(pieces), self.order],
+            grid=(256, len(pieces), 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(4,)],
+            output_dtypes=[mx.int32],
+        )[0]
+        mx.eval(self.order)
+
+    def _frame(self, frame: FrameId) -> _Frame:
+        found = self._frames.get(frame)
+        if found is None:
+            raise InternalError(f"no frame {frame}", frame=frame)
+        return found
+
+
+def _pieces(held: _Frame, start: int, end: int) -> list[tuple[int, int]]:
+    """Where tokens [start, end) of a frame are: per tensor and head one run of bytes."""
+    pieces = []
+    for tensor in held.layout.tensors:
+        heads, tokens, _ = tensor.shape
+        row = tensor.tensor_bytes // (heads * tokens)
+        for head in range(heads):
+            at = held.address + tensor.offset_bytes + (head * tokens + start) * row
+            pieces.append((at, (end - start) * row))
+    return pieces
+
+
+def _piece_table(pieces: Sequence[tuple[int, int]]) -> mx.array:
+    """uint64 [pieces, 3]: address, bytes, and where the piece begins among all of them."""
+    table = np.zeros((len(pieces), 3), np.uint64)
+    table[:, :2] = pieces
+    table[1:, 2] = np.cumsum(table[:-1, 1])
+    return mx.array(table)
+
+
+@functools.cache
+def _mover(direction: str) -> Any:  # noqa: ANN401  mlx's callable
+    """Kernel that copies pieces of frames to or from an array; lengths and places are even."""
+    reading = direction == "read"
+    outside = "out" if reading else "source"
+    move = "outside[i] = inside[i]" if reading else "inside[i] = outside[i]"
+    end = "" if reading else "if (blockIdx.y == 0 && threadIdx.x < 4) done[threadIdx.x] = 0;"
+    source = f"""
+const unsigned long long* piece = (const unsigned long long*)pieces + 3 * blockIdx.y;
+unsigned short* inside = (unsigned short*)piece[0];
+auto* outside = {outside} + piece[2] / 2;
+const long long n = piece[1] / 2;
+for (long long i = threadIdx.x; i < n; i += blockDim.x) {move};
+{end}
+"""
+    inputs = ["pieces", "order"] if reading else ["source", "pieces", "order"]
+    return mx.fast.cuda_kernel(
+        name=f"kvd_pages_{direction}",
+        input_names=inputs,
+        output_names=["out"] if reading else ["done"],
+        source=source,
+    )
+
+
+def _address(array: mx.array) -> int:
+    """Where an array begins in device memory."""
+    kernel: Any = _address_kernel()
+    out = kernel(
+        inputs=[array],
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[(2,)],
+        output_dtypes=[mx.uint64],
+    )[0]
+    return int(out[0].item())
+
+
+@functools.cache
+def _address_kernel() -> Any:  # noqa: ANN401
+    return mx.fast.cuda_kernel(
+        name="kvd_address",
+        input_names=["array"],
+        output_names=["out"],
+        source="out[0] = (unsigned long long)array; out[1] = 0;",
+    )
+
+
+def _check_range(start: int, end: int) -> None:
+    """Raise InvalidParams unless 0 <= start <= end <= PAGE_TOKENS."""
+    if not 0 <= start <= end <= PAGE_TOKENS:
+        raise InvalidParams(f"token range must lie in [0, {PAGE_TOKENS}], not [{start}, {end})")
+
+
+__all__ = ["DevicePool"]
