@@ -256,6 +256,14 @@ def _row(tokens: int, mine: Speed, theirs: dict[int, Speed], step: int, ours: _P
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of installed models [default: kvd-models in the user's data folder].",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "gpu"]),
+    default="cpu",
+    show_default=True,
+    help="cpu: a whole model against mlx-lm. gpu: kernels alone against mlx's attention over bf16, without a model.",
+)
+@click.option("--batch", default="1,16", show_default=True, help="Rows of a call, comma separated (--device gpu).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def attention(
     tokens: str,
@@ -264,13 +272,20 @@ def attention(
     attention: str,
     model_name: str,
     model_dir: Path | None,
+    device: str,
+    batch: str,
     as_json: bool,
 ) -> None:
     """Prefill and decode speed over quantised pages, against mlx-lm with a float32 cache, with floors.
 
-    Example: kvd bench attention --tokens 1024,4096,7168 --json
+    Examples: kvd bench attention --tokens 1024,4096,7168 --json;
+    kvd bench attention --device gpu --tokens 4096,32768,131072
     """
     from kvd.bench.cli import fail, parse_lengths
+
+    if device == "gpu":
+        _on_gpu(tokens, batch, as_json=as_json)
+        return
     from kvd.model.paths import model_dir as models
     from kvd.model.registry import resolve
 
@@ -300,6 +315,20 @@ def attention(
             f"{row.mlx_lm_prefill_tokens_s:8.0f} {row.prefill_ratio:7.2f} {row.decode_tokens_s:8.1f} "
             f"{row.decode_floor_tokens_s:8.1f} {row.mlx_lm_decode_tokens_s:8.1f} {row.decode_ratio:7.2f}"
         )
+
+
+def _on_gpu(tokens: str, batch: str, *, as_json: bool) -> None:
+    """The kernels' table."""
+    from kvd.bench.attention_gpu import run_gpu_attention, table_lines
+    from kvd.bench.cli import fail, parse_lengths
+
+    try:
+        report = run_gpu_attention(
+            parse_lengths(tokens), parse_lengths(batch, "--batch"), lambda line: click.echo(line, err=True)
+        )
+    except KvdError as error:
+        fail(error)
+    click.echo(json.dumps(report.facts()) if as_json else "\n".join(table_lines(report)))
 
 
 __all__ = ["SpeedReport", "SpeedRow", "attention", "run_attention"]

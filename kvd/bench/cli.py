@@ -110,8 +110,8 @@ def fail(error: KvdError) -> NoReturn:
     sys.exit(2 if isinstance(error, InvalidParams) else 1)
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Comma separated context lengths.
+def parse_lengths(text: str, option: str = "--tokens") -> tuple[int, ...]:
+    """Comma separated numbers of an option.
 
     Raises:
         InvalidParams: something that is not a positive integer.
@@ -121,7 +121,10 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
-        raise InvalidParams(f"--tokens takes positive integers, such as 1024,4096, not {text!r}", parameter="tokens")
+        example = "1024,4096" if option == "--tokens" else "1,16"
+        raise InvalidParams(
+            f"{option} takes positive integers, such as 1,16 or 1024, not {text!r}", parameter=option.lstrip("-")
+        )
     return lengths
 
 

@@ -2,9 +2,10 @@
 
 - `spec`: page formats and the exact bytes of a page; imports kvd.ids and kvd.errors only.
 - `codec`: the one codec (numpy) that every backend must match; imports spec and errors.
+- `token_groups`: the codec of keys grouped along tokens, which no pages use yet; imports spec, codec and errors.
 - `native_codec`: the same as a compiled kernel, for Linux CPUs; imports kvd.native, codec, errors.
 - `conditioning`: static key conditioning, its constants and their files; imports mlx, errors.
-- `simulate`: caches that quantise on write without pages, for calibration; imports mlx, codec, conditioning.
+- `simulate`: caches that quantise on write without pages, for calibration; imports mlx, both codecs, conditioning.
 - `calibration`: the result of calibration and its files; imports kvd.model.spec, codec, conditioning, spec.
 - `calibrate`: chooses a format for a model by perplexity; imports mlx, parts of kvd.model.
 - `errors`: the package's error classes; imports kvd.errors.

@@ -80,21 +80,42 @@ def encode(x: F32Array, side: SideFormat) -> Encoded:
         Codes, scales and biases (see `Encoded`), freshly allocated.
 
     Raises:
-        InvalidParams: `x` is not three-dimensional or `dim` does not divide into groups.
+        InvalidParams: `x` is not three-dimensional, `dim` does not divide into groups, or groups run along tokens.
         NonFiniteValues: `x` holds NaN or infinity, or a group's scale or bias does not fit bf16.
     """
+    _check_axis(side)
     if x.ndim != 3 or x.shape[-1] % side.group:
         raise InvalidParams(f"values must be [heads, tokens, n * {side.group}], not {x.shape}", shape=list(x.shape))
     heads, tokens, dim = x.shape
     groups = np.ascontiguousarray(x, dtype=np.float32).reshape(heads, tokens, dim // side.group, side.group)
-    levels = np.float32((1 << side.bits) - 1)
-    scales, biases = _scale_and_bias(groups, levels)
+    work, scales, biases = affine(groups, side.bits)
+    return Encoded(pack(work.reshape(heads, tokens, dim), side.bits), scales, biases)
+
+
+def affine(groups: F32Array, bits: int, *, apart: int = 0) -> tuple[F32Array, U16Array, U16Array]:
+    """Codes of groups whichever axis they run along: the arithmetic that all page formats share.
+
+    Args:
+        groups: float32 [..., group].
+        bits: 2, 4 or 8.
+        apart: the first values of each group that are stored elsewhere: they do not widen the range; their code is 0.
+
+    Returns:
+        Whole-valued float32 codes [..., group]; scales and biases uint16 [...], bf16 bits.
+
+    Raises:
+        NonFiniteValues: `groups` holds NaN or infinity, or a scale or bias does not fit bf16.
+    """
+    levels = np.float32((1 << bits) - 1)
+    scales, biases = _scale_and_bias(groups[..., apart:] if apart else groups, levels)
     scale, bias = from_bf16_bits(scales), from_bf16_bits(biases)
     work = groups - bias[..., None]
     work *= (np.float32(1) / scale)[..., None]
     np.rint(work, out=work)
     np.clip(work, np.float32(0), levels, out=work)
-    return Encoded(_pack(work.reshape(heads, tokens, dim), side.bits), scales, biases)
+    if apart:
+        work[..., :apart] = 0
+    return work, scales, biases
 
 
 def decode(
@@ -111,7 +132,11 @@ def decode(
 
     Returns:
         float32 [heads, tokens, dim], C-contiguous (`out` if given).
+
+    Raises:
+        InvalidParams: groups run along tokens.
     """
+    _check_axis(side)
     values = unpack(codes, side.bits, out=out)
     heads, tokens, dim = values.shape
     grouped = values.reshape(heads, tokens, dim // side.group, side.group)
@@ -136,6 +161,12 @@ def unpack(codes: U32Array, bits: int, *, out: F32Array | None = None) -> F32Arr
         # mode="clip" skips numpy's bounds buffer; an octet is always in range of 256 entries.
         np.take(table, octets, out=out.view(table.dtype), mode="clip")
     return out
+
+
+def _check_axis(side: SideFormat) -> None:
+    """Raise InvalidParams unless tokens of `side` stand alone (see `kvd.quant.token_groups` for the others)."""
+    if side.axis != "head_dim":
+        raise InvalidParams("groups along tokens have a codec of their own", axis=side.axis)
 
 
 @functools.cache
@@ -166,7 +197,7 @@ def _scale_and_bias(groups: F32Array, levels: np.float32) -> tuple[U16Array, U16
     return scales, biases
 
 
-def _pack(codes: F32Array, bits: int) -> U32Array:
+def pack(codes: F32Array, bits: int) -> U32Array:
     """Pack whole-valued float32 codes [..., dim] into uint32 [..., dim * bits / 32].
 
     Neighbours are merged inside wider words (one contiguous pass each) instead of by strided slices, which are several

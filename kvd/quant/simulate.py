@@ -16,7 +16,8 @@ import numpy.typing as npt
 from kvd.errors import InternalError
 from kvd.quant.codec import F32Array, decode, encode
 from kvd.quant.conditioning import LayerConditioning
-from kvd.quant.spec import LayerFormat, SideFormat
+from kvd.quant.spec import PAGE_TOKENS, LayerFormat, SideFormat
+from kvd.quant.token_groups import KeyPage, read_keys, write_keys
 
 
 class PlainCache:
@@ -159,6 +160,40 @@ class SimulatedCache(PlainCache):
         encoded = encode(np.array(x.astype(mx.float32))[0], side)
         self.encoded_bytes += sum(part.nbytes for part in encoded)
         return mx.array(decode(*encoded, side)[None])
+
+
+class GroupedKeysCache(SimulatedCache):
+    """As `SimulatedCache`, for keys whose groups run along tokens: a group that closes changes keys seen before.
+
+    Args:
+        layer_format: formats of K (groups along tokens, no conditioning) and V.
+    """
+
+    def __init__(self, layer_format: LayerFormat) -> None:
+        super().__init__(layer_format, None)
+        self._pages: list[KeyPage] = []
+        self._value_bytes = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append [1, kv_heads, n, dim] and return everything as it reads now."""
+        side, start, end = self._format.k, self.offset, self.offset + keys.shape[2]
+        new = np.array(keys.astype(mx.float32))[0]
+        for page in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+            if page == len(self._pages):
+                self._pages.append(KeyPage.empty(new.shape[0], new.shape[2], side))
+            low = max(start, page * PAGE_TOKENS)
+            part = new[:, low - start : min(end, (page + 1) * PAGE_TOKENS) - start]
+            write_keys(self._pages[page], part, low - page * PAGE_TOKENS, side)
+        held = [min(end - page * PAGE_TOKENS, PAGE_TOKENS) for page in range(len(self._pages))]
+        read = [read_keys(page, tokens, side) for page, tokens in zip(self._pages, held, strict=True)]
+        self._keys = mx.array(np.concatenate(read, axis=1)[None]).astype(keys.dtype)
+        self.encoded_bytes = self._value_bytes  # `_through` adds the new values to it
+        kept = self._through(values, self._format.v).astype(values.dtype)
+        self._value_bytes = self.encoded_bytes
+        self._values = kept if self._values is None else mx.concatenate([self._values, kept], axis=2)
+        key_bytes = sum(page.held_bytes(tokens) for page, tokens in zip(self._pages, held, strict=True))
+        self.encoded_bytes = self._value_bytes + key_bytes
+        return self._keys, self._values
 
 
 def _attention(q: F32Array, k: F32Array, v: F32Array, hidden: npt.NDArray[np.bool_] | None) -> F32Array:

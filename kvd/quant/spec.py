@@ -31,18 +31,19 @@ NAMED_FORMATS: Final = ("q4", "q4c", "k8v4", "q8", "q2")
 
 @dataclass(frozen=True, slots=True)
 class SideFormat:
-    """How K or V of one layer becomes bits: MLX affine quantisation along the head dimension.
+    """How K or V of one layer becomes bits: MLX affine quantisation along the head dimension, or along tokens.
 
     Attributes:
         bits: 2, 4 or 8 bits a code.
-        group: values along the head dimension that share one bf16 scale and one bf16 bias.
-        axis: the axis groups run along; only `head_dim` is accepted now.
+        group: values along the axis that share one bf16 scale and one bf16 bias.
+        axis: the axis groups run along. `tokens` (one channel of 64 tokens) has a codec, `kvd.quant.token_groups`, but
+            no pages yet: `PageLayout` refuses it.
         conditioning: digest of the key conditioning constants, or None for raw values.
     """
 
     bits: int
     group: int = 64
-    axis: Literal["head_dim"] = "head_dim"
+    axis: Literal["head_dim", "tokens"] = "head_dim"
     conditioning: str | None = None
 
     def __post_init__(self) -> None:
@@ -50,8 +51,10 @@ class SideFormat:
             raise InvalidParams(f"bits must be one of 2, 4, 8, not {self.bits}", bits=self.bits)
         if self.group not in (32, 64, 128):
             raise InvalidParams(f"group must be one of 32, 64, 128, not {self.group}", group=self.group)
-        if self.axis != "head_dim":
-            raise InvalidParams(f"axis must be head_dim, not {self.axis}", axis=self.axis)
+        if self.axis not in ("head_dim", "tokens"):
+            raise InvalidParams(f"axis must be head_dim or tokens, not {self.axis}", axis=self.axis)
+        if self.axis == "tokens" and (self.group != 64 or self.conditioning is not None):
+            raise InvalidParams("groups along tokens are of 64 raw values", group=self.group, axis=self.axis)
 
     def words(self, dim: int) -> int:
         """uint32 words that hold the codes of one token and head of width `dim`."""
@@ -162,6 +165,9 @@ class PageLayout:
         v_dim: width of a value head.
         page_format: one entry per layer of the group.
 
+    Raises:
+        InvalidParams: the number of layers differs, or a side's groups run along tokens.
+
     Attributes:
         tensors: in payload order: for each layer k.codes, k.scales, k.biases, v.codes, v.scales, v.biases.
         payload_bytes: bytes of a whole page, exactly.
@@ -173,6 +179,8 @@ class PageLayout:
     ) -> None:
         if len(layer_indices) != len(page_format.layers):
             raise InvalidParams(f"format has {len(page_format.layers)} layers, the group {len(layer_indices)}")
+        if any(side.axis != "head_dim" for layer in page_format.layers for side in (layer.k, layer.v)):
+            raise InvalidParams("pages with groups along tokens are not supported yet", axis="tokens")
         self.layer_indices = layer_indices
         self.kv_heads = kv_heads
         self.k_dim = k_dim
