@@ -123,7 +123,7 @@ def parse_lengths(text: str, option: str = "--tokens") -> tuple[int, ...]:
     if not lengths or min(lengths) < 1:
         example = "1024,4096" if option == "--tokens" else "1,16"
         raise InvalidParams(
-            f"{option} takes positive integers, such as 1,16 or 1024, not {text!r}", parameter=option.lstrip("-")
+            f"{option} takes positive integers, such as {example}, not {text!r}", parameter=option.lstrip("-")
         )
     return lengths
 
