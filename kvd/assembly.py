@@ -12,7 +12,7 @@ from functools import partial
 
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
-from kvd.attention.select import ATTENTION_CHOICES, select_backend
+from kvd.attention.select import ATTENTION_CHOICES, pool_for, select_backend
 from kvd.config import DEFAULT_QUOTA_BYTES, Settings
 from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
@@ -30,7 +30,6 @@ from kvd.scheduler.core import NUMERICS, EngineCore
 from kvd.scheduler.memory import Memory
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.store_door import StoreDoor
-from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import RecoveryReport
@@ -107,13 +106,14 @@ class Assembly:
             windows=[group.layer.window for group in loaded.spec.groups],
         )
         core_box: list[EngineCore] = []
+        largest_frame_bytes = max(layout.payload_bytes for layout in formats.book.layouts.values())
 
         def forget(page: PageId) -> None:
             core_box[0].forget_page(page)
 
         memory = Memory(
             pager=pager,
-            pool=FramePool(budget_bytes),
+            pool=pool_for(backend, budget_bytes, largest_frame_bytes),
             swap=store,
             fingerprint=loaded.spec.fingerprint,
             numerics=NUMERICS,

@@ -9,6 +9,7 @@
 - `device_tiles`: a tile's arithmetic in mlx operations, for GPUs.
 - `cpu_backend`: compiled kernels over packed pages, for Linux CPUs.
 - `cpu_decode`: its kernel for a few queries, straight from the codes.
+- `cpu_rows`: which rows, pages and heads of a decode step its kernel takes, and on which thread.
 - `cpu_prefill`: its kernel for many queries, a page dequantised at a time.
 - `metal_backend`: decode steps on Apple GPUs by kernels over packed pages, the rest by `mlx_backend`.
 - `metal_kernels`: the source of these kernels and the calls that build them.
@@ -25,6 +26,7 @@ from kvd.attention.errors import BackendDisagrees, BackendUnavailable, Unsupport
 from kvd.attention.interface import (
     AttentionBackend,
     AttentionOutput,
+    DeviceWriter,
     HostPages,
     PageSource,
     Row,
@@ -37,7 +39,7 @@ from kvd.attention.interface import (
 )
 from kvd.attention.mlx_backend import MlxBackend
 from kvd.attention.reference import ReferenceBackend
-from kvd.attention.select import BackendChoice, ShapeProbe, select_backend
+from kvd.attention.select import BackendChoice, ShapeProbe, pool_for, select_backend
 
 __all__ = [
     "AttentionBackend",
@@ -45,6 +47,7 @@ __all__ = [
     "BackendChoice",
     "BackendDisagrees",
     "BackendUnavailable",
+    "DeviceWriter",
     "HostPages",
     "MlxBackend",
     "PageSource",
@@ -58,5 +61,6 @@ __all__ = [
     "UnsupportedMask",
     "host_pages",
     "merge",
+    "pool_for",
     "select_backend",
 ]

@@ -1,8 +1,9 @@
 """The backend for Linux CPUs: compiled kernels that read packed pages in place.
 
-Decoding (a few query positions) runs `kvd.attention.cpu_decode`, which never dequantises; longer steps run
-`kvd.attention.cpu_prefill`, whose work items are spread over as many threads as BLAS has. A thread's scratch is kept
-from call to call. Results do not depend on the number of threads: an item is computed by one thread, in one order.
+Decoding (a few query positions) runs `kvd.attention.cpu_decode`, which never dequantises, for all rows of a batch at
+once (`kvd.attention.cpu_rows`); longer steps run `kvd.attention.cpu_prefill`, row by row. Work items of both are spread
+over as many threads as BLAS has. A thread's scratch is kept from call to call. Results do not depend on the number of
+threads: an item is computed by one thread, in one order.
 
 May import mlx, numpy, kvd.native, kvd.quant, kvd.attention.
 """
@@ -10,7 +11,6 @@ May import mlx, numpy, kvd.native, kvd.quant, kvd.attention.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvd.attention.cpu_decode import DecodeShape, decode_kernel, side_shape
 from kvd.attention.cpu_prefill import PrefillShape, prefill_kernel
+from kvd.attention.cpu_rows import Pieces, Span, StepPlan, cut, decode, plan_step, run_threads, visible
 from kvd.attention.interface import (
     AttentionOutput,
     HostPages,
@@ -32,8 +33,8 @@ from kvd.attention.interface import (
     TailArrays,
     host_pages,
     row_by_row,
+    with_sinks,
 )
-from kvd.attention.masks import positions_of
 from kvd.native.blas import blas
 from kvd.native.mathematics import LOG2_E
 from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageLayout
@@ -95,7 +96,7 @@ class CpuBackend:
         self._threads = self._blas.threads if self._blas.can_change_threads else 1
         self._scratch: dict[int, Floats] = {}
         self._places: WeakKeyDictionary[PageLayout, dict[int, Integers]] = WeakKeyDictionary()
-        self._kernels: dict[Any, tuple[Callable[..., None], Floats]] = {}
+        self._kernels: dict[Any, tuple[Callable[..., None], int]] = {}
 
     def attend(
         self,
@@ -110,6 +111,10 @@ class CpuBackend:
     ) -> AttentionOutput:
         """See `AttentionBackend.attend`."""
         host = host_pages(pages)
+        if len(rows) > 1 and queries.shape[2] <= DECODE_QUERIES and _alike(host, rows):
+            answer = with_sinks(self._attend_rows(host, queries, layer_index, rows, scale, window), sinks)
+            mx.eval(answer)
+            return answer
 
         def attend_row(one: mx.array, row: Row) -> list[AttentionOutput]:
             return [
@@ -134,41 +139,90 @@ class CpuBackend:
         conditioned = queries if segment.conditioning is None else segment.conditioning.condition_queries(queries)
         q = _host_array(conditioned)
         out, top, total = self._run(host, q, layer_index, query_start, segment, scale, window)
-        seen = total > 0
-        lse = np.where(seen, top + np.log2(np.where(seen, total, np.float32(1))), -np.inf) * _LN_2
-        made = mx.array(lse[None])
-        if segment.conditioning is not None:
-            made = made + scale * segment.conditioning.centre_term(queries)
-        answer = mx.array(out[None]).swapaxes(1, 2)
-        return AttentionOutput(answer if queries.dtype == mx.float32 else answer.astype(queries.dtype), made)
+        return _output(out[None], top[None], total[None], queries, segment, scale)
 
-    def attend_host(
-        self,
-        pages: PageSource,
-        queries: Floats,
-        *,
-        layer_index: int,
-        query_start: int,
-        segment: Segment,
-        scale: float,
-        window: int | None = None,
-    ) -> Floats:
-        """`attend` for one sequence of one segment, from numpy to numpy.
+    def plan_host(self, pages: PageSource, *, rows: Sequence[Row], length: int, window: int | None = None) -> StepPlan:
+        """Prepare `attend_host` for the layers of a cache group.
 
         Args:
             pages: the pool.
-            queries: float32 [L, heads, k_dim], after RoPE, conditioned already if the segment's keys are.
-            layer_index: index of the layer in the model.
-            query_start: position of the first query.
-            segment: everything the queries may see; no open tail of its own.
-            scale: factor of the scores.
+            rows: one segment each, in pages of one layout; no open tails.
+            length: queries of each row.
             window: tokens a query sees, itself included; None for all before it.
 
         Returns:
-            float32 [L, heads, v_dim], which the next call may overwrite.
+            A plan, valid as long as no frame of the rows is dropped or mapped otherwise: that of one step.
         """
-        q = queries.swapaxes(0, 1)
-        return self._run(host_pages(pages), q, layer_index, query_start, segment, scale, window)[0]
+        host = host_pages(pages)
+        layout = host.layout(rows[0].segments[0].block_table[0])
+        return self._plan(host, layout, rows, length, window)
+
+    def attend_host(
+        self, plan: StepPlan, queries: Floats, *, layer_index: int, layer_format: LayerFormat, scale: float
+    ) -> Floats:
+        """`attend` from numpy to numpy.
+
+        Args:
+            plan: of the step.
+            queries: float32 [rows * L, heads, k_dim], after RoPE, conditioned already if the rows' keys are.
+            layer_index: index of the layer in the model.
+            layer_format: how it is quantised.
+            scale: factor of the scores.
+
+        Returns:
+            float32 [rows * L, heads, v_dim].
+        """
+        if plan.pieces is not None:
+            return self._decode_plan(plan, queries, layer_index, layer_format, scale)[0]
+        places, layout = self._places_of(plan.layout, layer_index), plan.layout
+        parts = []
+        for number, (part, (low, high)) in enumerate(zip(plan.ranges, plan.visible, strict=True)):
+            pages = _Pages(plan.bases[part, None] + places, layout.kv_heads, layout.v_dim, ())
+            q = queries[number * plan.length : (number + 1) * plan.length].swapaxes(0, 1)
+            parts.append(self._prefill(pages, layer_format, q, low, high, scale * LOG2_E)[0])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _plan(
+        self, host: HostPages, layout: PageLayout, rows: Sequence[Row], length: int, window: int | None
+    ) -> StepPlan:
+        return plan_step(
+            host.address,
+            layout,
+            rows,
+            length=length,
+            window=window,
+            is_decode=length <= DECODE_QUERIES,
+            threads=self._threads,
+        )
+
+    def _decode_plan(
+        self, plan: StepPlan, q: Floats, layer_index: int, layer_format: LayerFormat, scale: float
+    ) -> tuple[Floats, Floats, Floats]:
+        """Queries float32 [rows * L, heads, k_dim] to output, greatest scores and sums of each."""
+        assert plan.pieces is not None
+        table = plan.bases[:, None] + self._places_of(plan.layout, layer_index)
+        v_dim = plan.layout.v_dim
+        return self._decode_pieces(plan.pieces, table, v_dim, layer_format, q, scale * LOG2_E)
+
+    def _attend_rows(
+        self,
+        host: HostPages,
+        queries: mx.array,
+        layer_index: int,
+        rows: Sequence[Row],
+        scale: float,
+        window: int | None,
+    ) -> AttentionOutput:
+        """Several rows of few queries that are alike (see `_alike`), in one go: mx [B, heads, L, k_dim]; no sinks."""
+        segment, (batch, heads, length, k_dim) = rows[0].segments[0], queries.shape
+        plan = self._plan(host, host.layout(segment.block_table[0]), rows, length, window)
+        conditioned = queries if segment.conditioning is None else segment.conditioning.condition_queries(queries)
+        laid = conditioned.astype(mx.float32).swapaxes(1, 2).reshape(batch * length, heads, k_dim)
+        mx.eval(laid)
+        q: Floats = np.ascontiguousarray(np.array(laid, copy=False))
+        out, top, total = self._decode_plan(plan, q, layer_index, segment.layer_format, scale)
+        top, total = (each.reshape(batch, length, heads).swapaxes(1, 2) for each in (top, total))
+        return _output(out.reshape(batch, length, heads, -1), top, total, queries, segment, scale)
 
     def _run(
         self,
@@ -182,7 +236,7 @@ class CpuBackend:
     ) -> tuple[Floats, Floats, Floats]:
         """Queries float32 [heads, L, k_dim] to output [L, heads, v_dim], greatest scores and sums [heads, L]."""
         pages = self._pages(host, segment, layer_index)
-        low, high = _visible(segment, query_start, q.shape[1], window)
+        low, high = visible(segment, query_start, q.shape[1], window)
         run = self._decode if q.shape[1] <= DECODE_QUERIES else self._prefill
         return run(pages, segment.layer_format, q, low, high, scale * LOG2_E)
 
@@ -192,6 +246,11 @@ class CpuBackend:
             return _tail_pages(segment)
         frames = segment.block_table[: -(-segment.tokens // PAGE_TOKENS)]
         layout = host.layout(frames[0])
+        bases = np.array([host.address(frame) for frame in frames], np.int64)
+        return _Pages(bases[:, None] + self._places_of(layout, layer_index), layout.kv_heads, layout.v_dim, ())
+
+    def _places_of(self, layout: PageLayout, layer_index: int) -> Integers:
+        """Where a layer's tensors lie in a frame: int64 [kv_heads, 1, 6]."""
         known = self._places.setdefault(layout, {})
         places = known.get(layer_index)
         if places is None:
@@ -199,54 +258,43 @@ class CpuBackend:
             offsets = np.array([tensor.offset_bytes for tensor in tensors], np.int64)
             lengths = np.array([tensor.tensor_bytes // layout.kv_heads for tensor in tensors], np.int64)
             places = known[layer_index] = offsets + np.arange(layout.kv_heads)[:, None, None] * lengths
-        bases = np.array([host.address(frame) for frame in frames], np.int64)
-        return _Pages(bases[:, None] + places, layout.kv_heads, layout.v_dim, ())
+        return places
 
     def _decode(
         self, pages: _Pages, layer_format: LayerFormat, q: Floats, low: Integers, high: Integers, factor: float
     ) -> tuple[Floats, Floats, Floats]:
         """Output [L, heads, v_dim], greatest scores and sums [heads, L], position by position."""
-        heads, length, k_dim = q.shape
-        kernel, scratch = self._decode_kernel(layer_format, heads // pages.kv_heads, k_dim, pages.v_dim)
-        out = np.empty((length, heads, pages.v_dim), np.float32)
-        top, total = np.empty((2, length, heads), np.float32)
-        for i in range(length):
-            one = np.ascontiguousarray(q[:, i])
-            seen_low, seen_high = int(low[i]), int(high[i])
-            first, stop = seen_low // PAGE_TOKENS, -(-seen_high // PAGE_TOKENS)
-            if seen_low >= seen_high:
-                stop = first
-            seen = np.full((stop - first, 2), (0, PAGE_TOKENS), np.int64)
-            if stop > first:
-                seen[0, 0], seen[-1, 1] = seen_low - first * PAGE_TOKENS, seen_high - (stop - 1) * PAGE_TOKENS
-            kernel(
-                pages.kv_heads,
-                stop - first,
-                pages.table.shape[1],
-                pages.table.ctypes.data + first * pages.table.strides[1],
-                seen.ctypes.data,
-                one.ctypes.data,
-                factor,
-                scratch,
-                out[i].ctypes.data,
-                top[i].ctypes.data,
-                total[i].ctypes.data,
-            )
+        spans = [Span(0, int(first), int(stop)) for first, stop in zip(low, high, strict=True)]
+        values = q.shape[2] + pages.v_dim
+        pieces = cut(spans, kv_heads=pages.kv_heads, values=values, threads=self._threads)
+        laid = np.ascontiguousarray(q.swapaxes(0, 1))
+        out, top, total = self._decode_pieces(pieces, pages.table, pages.v_dim, layer_format, laid, factor)
         return out, top.T, total.T
+
+    def _decode_pieces(
+        self, pieces: Pieces, table: Integers, v_dim: int, layer_format: LayerFormat, q: Floats, factor: float
+    ) -> tuple[Floats, Floats, Floats]:
+        """Queries float32 [queries, heads, k_dim] to output, greatest scores and sums of each."""
+        kernel, floats = self._decode_kernel(layer_format, q.shape[1] // len(table), q.shape[2], v_dim)
+
+        def scratch(thread: int) -> int:
+            return scratches[thread]
+
+        scratches = [self._scratch_of(thread, floats).ctypes.data for thread in range(len(pieces.shares))]
+        return decode(kernel, scratch, pieces, table, q, v_dim=v_dim, factor=factor)
 
     def _decode_kernel(
         self, layer_format: LayerFormat, repeats: int, k_dim: int, v_dim: int
     ) -> tuple[Callable[..., None], int]:
-        """The kernel of a shape and the address of its scratch."""
+        """The kernel of a shape and how much scratch it needs, in floats."""
         key = (layer_format, repeats, k_dim, v_dim)
         found = self._kernels.get(key)
         if found is None:
             rows = next(n for n in range(min(repeats, DECODE_ROWS), 0, -1) if repeats % n == 0)
             k, v = layer_format.k, layer_format.v
             shape = DecodeShape(side_shape(k.bits, k.group, k_dim), side_shape(v.bits, v.group, v_dim), rows, repeats)
-            scratch = np.empty(shape.scratch_floats, np.float32)
-            found = self._kernels[key] = (decode_kernel(shape), scratch)
-        return found[0], found[1].ctypes.data
+            found = self._kernels[key] = (decode_kernel(shape), shape.scratch_floats)
+        return found
 
     def _prefill(
         self, pages: _Pages, layer_format: LayerFormat, q: Floats, low: Integers, high: Integers, factor: float
@@ -289,7 +337,7 @@ class CpuBackend:
 
         scratch = [self._scratch_of(thread, shape.scratch_floats).ctypes.data for thread in range(threads)]
         with self._blas.one_thread():
-            _run_threads(work, threads)
+            run_threads(work, threads)
         return out, top, total
 
     def _scratch_of(self, thread: int, floats: int) -> Floats:
@@ -300,40 +348,36 @@ class CpuBackend:
         return held
 
 
-def _run_threads(work: Callable[[int], None], threads: int) -> None:
-    """`work` for each number below `threads`, one of them here; all have ended on return.
-
-    Raises:
-        BaseException: the first that any of them raised.
-    """
-    failures: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            failures.append(error)
-
-    others = [threading.Thread(target=guarded, args=(number,), name="kvd-attention") for number in range(1, threads)]
-    started: list[threading.Thread] = []
-    try:
-        for other in others:
-            other.start()
-            started.append(other)
-        guarded(0)
-    finally:
-        for other in started:
-            other.join()
-    if failures:
-        raise failures[0]
-
-
 def _host_array(queries: mx.array) -> Floats:
     """mx [1, heads, L, dim] as float32 numpy [heads, L, dim] whose last axis is contiguous; a view where possible."""
     queries = queries.astype(mx.float32)
     mx.eval(queries)
     array: Floats = np.array(queries, copy=False)[0]
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def _alike(host: HostPages, rows: Sequence[Row]) -> bool:
+    """Whether rows are one segment each, not empty, in pages of one layout, with the same constants and no tails."""
+    if any(len(row.segments) != 1 or row.segments[0].tail is not None or not row.segments[0].tokens for row in rows):
+        return False
+    first, *others = (row.segments[0] for row in rows)
+    layout = host.layout(first.block_table[0]).format_id
+    return all(
+        segment.conditioning is first.conditioning and host.layout(segment.block_table[0]).format_id == layout
+        for segment in others
+    )
+
+
+def _output(
+    out: Floats, top: Floats, total: Floats, queries: mx.array, segment: Segment, scale: float
+) -> AttentionOutput:
+    """Kernel results [B, L, heads, v_dim] and twice [B, heads, L] in the interface's terms; the queries are raw."""
+    seen = total > 0
+    lse = mx.array(np.where(seen, top + np.log2(np.where(seen, total, np.float32(1))), -np.inf) * _LN_2)
+    if segment.conditioning is not None:
+        lse = lse + scale * segment.conditioning.centre_term(queries)
+    answer = mx.array(out).swapaxes(1, 2)
+    return AttentionOutput(answer if queries.dtype == mx.float32 else answer.astype(queries.dtype), lse)
 
 
 def _split(segment: Segment) -> list[Segment]:
@@ -381,22 +425,6 @@ def _padded(tail: TailArrays) -> list[npt.NDArray[Any]]:
             page[:, : tail.tokens] = source
             arrays.append(page)
     return arrays
-
-
-def _visible(segment: Segment, query_start: int, queries: int, window: int | None) -> tuple[Integers, Integers]:
-    """Which of the segment's tokens each query sees: int64 [queries] first and one past the last.
-
-    Positions ascend within a segment, so what a query sees is one range of its tokens.
-    """
-    positions = np.arange(query_start, query_start + queries, dtype=np.int64)
-    oldest = np.zeros(queries, np.int64) if window is None else positions - (window - 1)
-    if len(segment.runs) == 1:
-        start, tokens = segment.runs[0]
-        high = np.minimum(np.maximum(positions + (1 - start), 0), tokens)
-        return np.minimum(np.maximum(oldest - start, 0), high), high
-    known = positions_of(segment.runs)
-    high = np.searchsorted(known, positions, "right").astype(np.int64)
-    return np.minimum(np.searchsorted(known, oldest).astype(np.int64), high), high
 
 
 __all__ = ["CpuBackend"]

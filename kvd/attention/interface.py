@@ -212,6 +212,32 @@ class AttentionBackend(Protocol):
         """
 
 
+@runtime_checkable
+class DeviceWriter(Protocol):
+    """A backend that quantises new tokens into its pool itself: nothing of a step passes through the host."""
+
+    def append(
+        self,
+        pages: PageSource,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        layer_index: int,
+        targets: Sequence[tuple[tuple[FrameId, ...], int]],
+    ) -> None:
+        """Write tokens of each row; lazy, in order with later calls of this backend on this pool.
+
+        What does not fit its format raises at the end of the step, from the pool's `check_appended`.
+
+        Args:
+            pages: the pool.
+            keys: mx [rows, kv_heads, n, k_dim], conditioned.
+            values: mx [rows, kv_heads, n, v_dim].
+            layer_index: index of the layer in the model.
+            targets: per row its block table, and the place of its first new token counted in that table's pages.
+        """
+
+
 def merge(parts: Sequence[AttentionOutput]) -> AttentionOutput:
     """Combine attention over disjoint sets of keys into attention over their union.
 

@@ -1,9 +1,9 @@
 """Every figure the README quotes, reproducible: real daemons, real models, the client's clock.
 
-`attention` measures prefill and decode speed, `attention_gpu` kernels on a GPU, `capacity` counts bytes of agents and
-agents in a budget, `cli` is the command group, `harness` starts and kills daemons, `machine` measures what the machine
-can do at most, `ppl` measures page formats, `reference` runs mlx-lm by itself, `text` gives technical English, `ttft`
-measures time to first token.
+`attention` measures prefill and decode speed, `attention_gpu` kernels on a GPU and `gpu_model` a whole model there,
+`capacity` counts bytes of agents and agents in a budget, `cli` is the command group, `harness` starts and kills
+daemons, `machine` measures what the machine can do at most, `ppl` measures page formats, `reference` runs mlx-lm by
+itself, `text` gives technical English, `ttft` measures time to first token.
 
 May import anything of kvd and kvd_client; nothing of kvd imports it but the command line and the demo.
 """

@@ -166,12 +166,13 @@ class _Paged:
 
     def speed(self, ids: Sequence[int], tokens: int, repeats: int) -> Speed:
         """Cold prefill of `tokens` ids and decoding after it."""
+        from kvd.attention.select import pool_for
         from kvd.model.cache import SequenceCache
         from kvd.model.dispatch import dispatching
-        from kvd.store.frame_pool import FramePool
 
         pages = -(-(tokens + DECODE_STEPS) // PAGE_TOKENS)
-        pool = FramePool(pages * sum(layout.payload_bytes for layout in self.layouts))
+        sizes = [layout.payload_bytes for layout in self.layouts]
+        pool = pool_for(self.backend, pages * sum(sizes), max(sizes))
         sequence = SequenceCache(
             pool=pool, spec=self.spec, layouts=self.layouts, backend=self.backend, conditioning=self._conditioning
         )
@@ -264,6 +265,9 @@ def _row(tokens: int, mine: Speed, theirs: dict[int, Speed], step: int, ours: _P
     help="cpu: a whole model against mlx-lm. gpu: kernels alone against mlx's attention over bf16, without a model.",
 )
 @click.option("--batch", default="1,16", show_default=True, help="Rows of a call, comma separated (--device gpu).")
+@click.option(
+    "--whole-model", is_flag=True, help="With --device gpu: a model of Llama 3.1 8B's shape and random 4-bit weights."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def attention(
     tokens: str,
@@ -274,6 +278,7 @@ def attention(
     model_dir: Path | None,
     device: str,
     batch: str,
+    whole_model: bool,
     as_json: bool,
 ) -> None:
     """Prefill and decode speed over quantised pages, against mlx-lm with a float32 cache, with floors.
@@ -284,7 +289,7 @@ def attention(
     from kvd.bench.cli import fail, parse_lengths
 
     if device == "gpu":
-        _on_gpu(tokens, batch, as_json=as_json)
+        _on_gpu(tokens, batch, whole_model=whole_model, as_json=as_json)
         return
     from kvd.model.paths import model_dir as models
     from kvd.model.registry import resolve
@@ -317,15 +322,22 @@ def attention(
         )
 
 
-def _on_gpu(tokens: str, batch: str, *, as_json: bool) -> None:
-    """The kernels' table."""
+def _on_gpu(tokens: str, batch: str, *, whole_model: bool, as_json: bool) -> None:
+    """The kernels' table, or the whole model's at each context."""
     from kvd.bench.attention_gpu import run_gpu_attention, table_lines
     from kvd.bench.cli import fail, parse_lengths
+    from kvd.bench.gpu_model import run_gpu_model
+
+    def tell(line: str) -> None:
+        click.echo(line, err=True)
 
     try:
-        report = run_gpu_attention(
-            parse_lengths(tokens), parse_lengths(batch, "--batch"), lambda line: click.echo(line, err=True)
-        )
+        if whole_model:
+            for length in parse_lengths(tokens):
+                facts = run_gpu_model(length, tell).facts()
+                click.echo(json.dumps(facts, indent=None if as_json else 1))
+            return
+        report = run_gpu_attention(parse_lengths(tokens), parse_lengths(batch, "--batch"), tell)
     except KvdError as error:
         fail(error)
     click.echo(json.dumps(report.facts()) if as_json else "\n".join(table_lines(report)))

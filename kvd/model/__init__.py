@@ -14,7 +14,8 @@
 - `template`: chat messages to typed text; `template_sandbox`: where a template runs, and how much it may do.
 - `fingerprint`: the digest that keys every cached page.
 - `loader`: the only door to mlx_lm.
-- `cache`, `dispatch`, `forward`: the cache object and the attention hook that models meet, and the step that runs them.
+- `cache`, `layer_cache`, `batch_cache`: paged KV of a space, of a layer as models meet it, of several spaces at once.
+- `dispatch`, `forward`: the attention hook that models meet, and the step that runs them.
 - `latent`: DeepSeek V3's attention over pages, in place of mlx-lm's.
 - `page_writer`: new keys and values into frames, by the compiled codec or numpy.
 - `cpu_assist`, `host_block`, `block_kernels`: transformer blocks that run outside mlx on Linux CPUs.

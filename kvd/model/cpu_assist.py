@@ -1,10 +1,10 @@
 """What a step costs on a Linux CPU outside attention, made cheaper: transformer blocks and the output projection.
 
 Blocks of the families in `kvd.model.host_block.KINDS` are wrapped; with kvd's caches they run outside mlx. The output
-projection of a step's last token is a product of one row. The arithmetic is float32 as before, rounded in other places.
-Assistance therefore belongs to the attention backend `cpu`, which the data folder records: with `--attention mlx` a
-model runs as mlx-lm wrote it. Blocks are compared with the originals first, and left alone if they disagree; nothing
-here is used on GPUs.
+projection of each row's last token is a product of few rows. The arithmetic is float32 as before, rounded in other
+places. Assistance therefore belongs to the attention backend `cpu`, which the data folder records: with
+`--attention mlx` a model runs as mlx-lm wrote it. Blocks are compared with the originals first, and left alone if they
+disagree; nothing here is used on GPUs.
 
 May import mlx, numpy, kvd.native and, inside functions, kvd.model.host_block.
 """
@@ -62,14 +62,14 @@ def install(model: Any) -> tuple[str, ...]:  # noqa: ANN401  the mlx-lm door
 
 
 def project_last(model: Any, hidden: mx.array) -> Floats | None:  # noqa: ANN401
-    """Logits of one token by a product of one row.
+    """Logits of one token of each row, by one product.
 
     Args:
         model: an mlx-lm model.
-        hidden: mx float32 [1, 1, hidden].
+        hidden: mx float32 [rows, 1, hidden].
 
     Returns:
-        float32 [vocab], which the next step overwrites; None where the output projection is no plain float32 matrix, or
+        float32 [rows, vocab], owned by the caller; None where the output projection is no plain float32 matrix, or
         nothing is assisted here.
     """
     weight = _output_weight(model)
@@ -80,9 +80,9 @@ def project_last(model: Any, hidden: mx.array) -> Floats | None:  # noqa: ANN401
     except ImportError:
         return None
     mx.eval(hidden)
-    x: Floats = np.array(hidden, copy=False)[0]
+    x: Floats = np.ascontiguousarray(np.array(hidden, copy=False)[:, 0])
     try:
-        logits: Floats = times(x, weight, "logits")[0]
+        logits: Floats = times(x, weight)
     except KernelUnavailable:
         return None
     return logits
@@ -128,13 +128,13 @@ class _PlainHostCache:
         self._values: list[Floats] = []
 
     @property
-    def offset(self) -> int:
+    def starts(self) -> tuple[int, ...]:
         """Position of the next token."""
-        return sum(map(len, self._keys))
+        return (sum(map(len, self._keys)),)
 
     def step_host(self, queries: Floats, keys: Floats, values: Floats, scale: float) -> Floats:
         """See `kvd.model.host_block.HostCache.step_host`."""
-        start = self.offset
+        start = self.starts[0]
         self._keys.append(keys.copy())
         self._values.append(values.copy())
         repeats = queries.shape[1] // keys.shape[1]

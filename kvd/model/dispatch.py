@@ -4,7 +4,11 @@ mlx-lm's model files import `scaled_dot_product_attention` by name, so the funct
 calls it: the one that defines the attention class, not the wrapper that was loaded (Gemma 3's text model lives in
 `gemma3_text`). A cache with a method `attend` (`KvLayerCache`, and the caches of calibration) is asked; calls with any
 other cache go to the original. DeepSeek V3 does arithmetic on what a cache returns, so there the call of the attention
-class is replaced as a whole (`kvd.model.latent`), by the same rule. Nothing else of mlx-lm is changed.
+class is replaced as a whole (`kvd.model.latent`), by the same rule.
+
+A batch has one offset per row. mlx's rotary embedding takes them, and so does every class of mlx-lm's around it but
+one: `DynamicNTKScalingRoPE` computes one base from the offset. With several offsets it is asked row by row. Nothing
+else of mlx-lm is changed.
 
 May import mlx, kvd.model.errors and latent.
 """
@@ -25,6 +29,8 @@ from kvd.model.errors import UnsupportedModel
 
 _FUNCTION: Final = "scaled_dot_product_attention"
 _ORIGINAL: Final = "__kvd_original__"
+_ROPE_MODULE: Final = "mlx_lm.models.rope_utils"
+_ROPE_OF_ONE_OFFSET: Final = "DynamicNTKScalingRoPE"
 
 
 class _Place(NamedTuple):
@@ -92,7 +98,26 @@ def attention_modules(model: Any) -> list[ModuleType]:  # noqa: ANN401
 def _places(model: Any) -> list[_Place]:  # noqa: ANN401
     """Everything that is replaced for a model."""
     functions = [_Place(module, _FUNCTION, _dispatcher) for module in attention_modules(model)]
-    return functions + [_Place(kind, "__call__", latent.attending) for kind in latent.attention_classes(model)]
+    ropes = {
+        type(part)
+        for part in model.modules()
+        if (type(part).__module__, type(part).__name__) == (_ROPE_MODULE, _ROPE_OF_ONE_OFFSET)
+    }
+    classes = [_Place(kind, "__call__", latent.attending) for kind in latent.attention_classes(model)]
+    return functions + classes + [_Place(kind, "__call__", _row_by_row) for kind in ropes] if functions else []
+
+
+def _row_by_row(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A rotary embedding's `__call__` that also takes an offset for each row."""
+
+    @functools.wraps(original)
+    def call(rope: Any, x: mx.array, offset: Any = 0) -> mx.array:  # noqa: ANN401
+        if not isinstance(offset, mx.array) or offset.ndim == 0:
+            return original(rope, x, offset)
+        rows = range(offset.shape[0])
+        return mx.concatenate([original(rope, x[row : row + 1], offset[row].item()) for row in rows])
+
+    return call
 
 
 def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:

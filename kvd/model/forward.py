@@ -1,4 +1,4 @@
-"""One step of the model over paged KV: ids in, float32 logits of the last token out.
+"""One step of the model over paged KV, of one sequence or of several: ids in, float32 logits of the last token out.
 
 The only place that calls the model. Hidden states of a chunk are projected to the vocabulary for the last token
 alone: for SmolLM2 the projection of 512 tokens would cost as much again as a sixth of the chunk.
@@ -6,16 +6,20 @@ alone: for SmolLM2 the projection of 512 tokens would cost as much again as a si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from kvd.errors import InternalError
 from kvd.model import cpu_assist
+from kvd.model.batch_cache import BatchCache
 from kvd.model.cache import SequenceCache
 from kvd.model.spec import ModelCacheSpec
+
+Floats = npt.NDArray[np.float32]
 
 BUFFER_CACHE_BYTES = 16_000_000
 """MLX keeps freed buffers for reuse; beyond this they go back, so that the budget means what it says."""
@@ -40,6 +44,55 @@ def project(model: Any, hidden: mx.array) -> mx.array:  # noqa: ANN401  the mlx 
     return out
 
 
+def step(
+    model: Any,  # noqa: ANN401  the mlx door
+    batch: BatchCache,
+    ids: Sequence[Sequence[int]],
+    *,
+    replays: Collection[int] = (),
+    assisted: bool = False,
+) -> Floats:
+    """A step of several sequences: KV of each row's `ids` into its frames, and each row's last logits.
+
+    Args:
+        model: an mlx-lm model whose text part is `model.model`.
+        batch: the sequences.
+        ids: one row of ids per sequence, all equally many; of a row that replays, its last id.
+        replays: rows that compute their last token again, from KV that exists; not one byte of it changes.
+        assisted: project by matrix-vector products where that can be (`kvd.model.cpu_assist`).
+
+    Returns:
+        float32 [rows, vocab], owned by the caller: hooks and samplers may write into a row.
+
+    Raises:
+        InternalError: rows of different lengths, not one per sequence, or what `BatchCache.begin_step` refuses.
+        NonFiniteValues: a row's keys or values are not finite. After any error no row's tokens count, and no step runs.
+    """
+    lengths = {len(row) for row in ids}
+    if len(ids) != len(batch) or len(lengths) != 1:
+        raise InternalError(f"{len(ids)} rows of {sorted(lengths)} ids for a batch of {len(batch)}")
+    batch.begin_step(lengths.pop(), replays=replays)
+    try:
+        hidden = model.model(mx.array([list(row) for row in ids], dtype=mx.int32), cache=batch.layer_caches)
+        logits = _last_logits(model, hidden, assisted=assisted)
+    except BaseException:
+        batch.abort_step()
+        raise
+    batch.end_step()
+    return logits
+
+
+def _last_logits(model: Any, hidden: mx.array, *, assisted: bool) -> Floats:  # noqa: ANN401
+    """Hidden states mx [rows, n, hidden] to float32 [rows, vocab] of the last token of each, owned by the caller."""
+    last = hidden[:, -1:]
+    if assisted and (logits := cpu_assist.project_last(model, last)) is not None:
+        return logits
+    out = project(model, last).astype(mx.float32)
+    mx.eval(out)
+    # a copy: the array's buffer goes back to MLX, and hooks write into the logits
+    return np.array(out[:, 0])
+
+
 class Forward:
     """Runs a loaded mlx-lm model. Owner: the engine thread.
 
@@ -52,16 +105,14 @@ class Forward:
         self._model = model
         self.assisted = assisted
 
-    def step(
-        self, sequence: SequenceCache, ids: Sequence[int], *, wants_logits: bool
-    ) -> npt.NDArray[np.float32] | None:
+    def step(self, sequence: SequenceCache, ids: Sequence[int], *, wants_logits: bool) -> Floats | None:
         """Compute KV of `ids` (written to the sequence's frames) and, if wanted, the last one's logits [vocab]."""
         sequence.begin_step(len(ids))
         logits = self._run(sequence, ids, wants_logits=wants_logits)
         sequence.end_step()
         return logits
 
-    def replay(self, sequence: SequenceCache, last_id: int) -> npt.NDArray[np.float32]:
+    def replay(self, sequence: SequenceCache, last_id: int) -> Floats:
         """Logits of the last token again, from KV that exists; not one byte of it changes."""
         sequence.begin_replay()
         logits = self._run(sequence, [last_id], wants_logits=True)
@@ -69,16 +120,13 @@ class Forward:
         assert logits is not None
         return logits
 
-    def _run(
-        self, sequence: SequenceCache, ids: Sequence[int], *, wants_logits: bool
-    ) -> npt.NDArray[np.float32] | None:
+    def step_batch(self, batch: BatchCache, ids: Sequence[Sequence[int]], *, replays: Collection[int] = ()) -> Floats:
+        """See `step`: float32 [rows, vocab]."""
+        return step(self._model, batch, ids, replays=replays, assisted=self.assisted)
+
+    def _run(self, sequence: SequenceCache, ids: Sequence[int], *, wants_logits: bool) -> Floats | None:
         hidden = self._model.model(mx.array([list(ids)], dtype=mx.int32), cache=sequence.layer_caches)
         if not wants_logits:
             return None  # each layer's KV was written when the model handed it over; the rest is never evaluated
-        last = hidden[:, -1:]
-        if self.assisted and (logits := cpu_assist.project_last(self._model, last)) is not None:
-            return logits
-        out = project(self._model, last).astype(mx.float32)
-        mx.eval(out)
-        # a copy: the array's buffer goes back to MLX, and hooks write into the logits
-        return np.array(out[0, 0])
+        logits: Floats = _last_logits(self._model, hidden, assisted=self.assisted)[0]
+        return logits

@@ -1,10 +1,12 @@
-"""A transformer block that runs outside mlx: compiled kernels and BLAS, on numpy arrays, for a step of one sequence.
+"""A transformer block that runs outside mlx: compiled kernels and BLAS, on numpy arrays.
 
 Theory of operation. Between two attention layers mlx would build a small graph and be asked to evaluate it, about seven
 times a layer; each time its thread is woken, which costs more than a small step's arithmetic, and its elementwise
 functions are scalar on a CPU. Here the residual stream comes in as an array that exists and goes out as one: nothing is
-lazy, nothing is woken. What a block computes is read off the module that mlx-lm loaded (weights, norms, rotary bases);
-which kind of block it is, off a table. `kvd.model.cpu_assist` compares both before it uses this one.
+lazy, nothing is woken. Rows of a batch lie below each other as if they were tokens of one sequence: only the positions
+of the rotary embedding and attention itself, both asked of the cache, know where one ends. What a block computes is
+read off the module that mlx-lm loaded (weights, norms, rotary bases); which kind of block it is, off a table.
+`kvd.model.cpu_assist` compares both before it uses this one.
 
 May import mlx, numpy, kvd.model.block_kernels and kvd.native.
 """
@@ -32,23 +34,23 @@ _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
 
 
 class HostCache(Protocol):
-    """The part of a layer's cache that a host block needs (`kvd.model.cache.KvLayerCache`)."""
+    """The part of a layer's cache that a host block needs (`kvd.model.layer_cache.KvLayerCache`)."""
 
     @property
-    def offset(self) -> int:
-        """Position of the next token."""
+    def starts(self) -> tuple[int, ...]:
+        """Position of each row's next token."""
 
     def step_host(self, queries: Floats, keys: Floats, values: Floats, scale: float) -> Floats:
         """Take in new keys and values and attend to everything.
 
         Args:
-            queries: float32 [n, heads, k_dim], after RoPE.
-            keys: float32 [n, kv_heads, k_dim], after RoPE.
-            values: float32 [n, kv_heads, v_dim].
+            queries: float32 [rows * n, heads, k_dim], after RoPE; the n tokens of a row follow each other.
+            keys: float32 [rows * n, kv_heads, k_dim], after RoPE.
+            values: float32 [rows * n, kv_heads, v_dim].
             scale: factor of the scores.
 
         Returns:
-            float32 [n, heads, v_dim].
+            float32 [rows * n, heads, v_dim].
         """
 
 
@@ -158,16 +160,17 @@ class Rope:
             raise NotUnderstood(f"{type(layer).__name__} is another kind of rotary embedding")
         self._turns = turns.astype(np.float64)
         self._kernel = rope_kernel(dim)
-        self._at = (-1, 0)
+        self._at: tuple[tuple[int, ...], int] = ((), 0)
         self._tables: tuple[Floats, Floats] = (np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
 
-    def __call__(self, x: Floats, start: int) -> None:
-        """Turn float32 [n, heads, dim] in place; position `start` is the first."""
+    def __call__(self, x: Floats, starts: tuple[int, ...]) -> None:
+        """Turn float32 [rows * n, heads, dim] in place; the n tokens of a row follow each other from its start on."""
         tokens, heads, _ = x.shape
-        if self._at != (start, tokens):  # every layer of a step asks for the same
-            angles = np.arange(start, start + tokens)[:, None] * self._turns
+        if self._at != (starts, tokens):  # every layer of a step asks for the same
+            positions = np.array(starts)[:, None] + np.arange(tokens // len(starts))
+            angles = positions.reshape(-1, 1) * self._turns
             self._tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-            self._at = (start, tokens)
+            self._at = (starts, tokens)
         cos, sin = self._tables
         self._kernel(x.ctypes.data, cos.ctypes.data, sin.ctypes.data, tokens, heads)
 
@@ -224,16 +227,16 @@ class HostBlock(nn.Module):  # type: ignore[misc]  # mlx has no types
         return self._parts["o_proj"].width
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: ANN401
-        """mx [1, n, hidden] to the same; evaluated when the cache is kvd's, whose masks are its own business."""
-        if not hasattr(cache, "step_host") or x.shape[0] != 1 or x.dtype != mx.float32:
+        """mx [rows, n, hidden] to the same; evaluated when the cache is kvd's, whose masks are its own business."""
+        if not hasattr(cache, "step_host") or x.shape[0] != len(cache.starts) or x.dtype != mx.float32:
             out: mx.array = self.original(x, mask, cache)
             return out
         mx.eval(x)
-        rows: Floats = np.array(x, copy=False)[0]
-        return mx.array(self.run(rows, cache)[None])
+        below: Floats = np.array(x, copy=False).reshape(-1, self.hidden)
+        return mx.array(self.run(below, cache).reshape(x.shape))
 
     def run(self, x: Floats, cache: HostCache) -> Floats:
-        """A step: float32 [n, hidden] to the same, in scratch that the next step overwrites."""
+        """A step: float32 [rows * n, hidden] to the same, in scratch that the next step overwrites."""
         norms, parts, n = self._norms, self._parts, len(x)
         h = norms["before_attention"](x, scratch("normed", n, self.hidden))
         q, k, v = (parts[f"{name}_proj"](h, name) for name in "qkv")
@@ -241,9 +244,9 @@ class HostBlock(nn.Module):  # type: ignore[misc]  # mlx has no types
         for name, each in (("q_norm", q), ("k_norm", k)):
             if name in norms:
                 norms[name](each, each)
-        start = cache.offset
-        self._rope(q, start)
-        self._rope(k, start)
+        starts = cache.starts
+        self._rope(q, starts)
+        self._rope(k, starts)
         attended = cache.step_host(q, k, v, self._scale).reshape(n, -1)
         residual = parts["o_proj"](attended, "projected")
         if "after_attention" in norms:
@@ -277,13 +280,13 @@ def matrix(weight: Any) -> Floats:  # noqa: ANN401
     return view
 
 
-def times(x: Floats, weight: Floats, name: str) -> Floats:
-    """x weight^T: float32 [n, in] and [out, in] to [n, out], C-contiguous, in scratch of that name or a fresh array."""
+def times(x: Floats, weight: Floats, name: str | None = None) -> Floats:
+    """x weight^T: float32 [n, in] and [out, in] to [n, out], C-contiguous, fresh or, with a name, in scratch of it."""
     rows, inner = x.shape
     columns = len(weight)
     if products.fits(rows, inner):
         return products.times(x, weight)
-    out = scratch(name, rows, columns)
+    out = np.empty((rows, columns), np.float32) if name is None else scratch(name, rows, columns)
     a, b, c = x.ctypes.data, weight.ctypes.data, out.ctypes.data
     _sgemm()(_ROW_MAJOR, _PLAIN, _TRANSPOSED, rows, columns, inner, 1.0, a, inner, b, inner, 0.0, c, columns)
     return out

@@ -1,6 +1,7 @@
 """New keys and values into the frames of a page: by the compiled codec where it runs, else by numpy; the same bytes.
 
-May import numpy, kvd.errors, kvd.ids, kvd.quant, kvd.native (its error) and kvd.store.frame_pool.
+May import numpy, kvd.attention.interface, kvd.errors, kvd.ids, kvd.quant, kvd.native (its error) and
+kvd.store.frame_pool.
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 import functools
 from typing import Protocol
 
+from kvd.attention.interface import HostPages
 from kvd.errors import InternalError
 from kvd.ids import FrameId
 from kvd.native import KernelUnavailable
 from kvd.quant.codec import Encoded, F32Array, encode
 from kvd.quant.spec import PAGE_TOKENS, LayerFormat
-from kvd.store.frame_pool import FramePool, SideArrays
+from kvd.store.frame_pool import SideArrays
 
 
 class PageWriter(Protocol):
     """Writes tokens of one layer into frames."""
 
     def write(
-        self, pool: FramePool, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
+        self, pool: HostPages, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
     ) -> None:
         """Quantise tokens into a frame.
 
@@ -49,7 +51,7 @@ class NumpyWriter:
         self._format = layer_format
 
     def write(
-        self, pool: FramePool, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
+        self, pool: HostPages, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
     ) -> None:
         """See `PageWriter.write`."""
         arrays = pool.layer(frame, layer_index)
@@ -80,7 +82,7 @@ class NativeWriter:
         self._v = SideEncoder(layer_format.v, v_dim, PAGE_TOKENS)
 
     def write(
-        self, pool: FramePool, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
+        self, pool: HostPages, frame: FrameId, layer_index: int, keys: F32Array, values: F32Array, first_token: int
     ) -> None:
         """See `PageWriter.write`."""
         layout, base = pool.layout(frame), pool.address(frame)

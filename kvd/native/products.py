@@ -6,7 +6,7 @@ which the processor's prefetchers follow badly: 13 GB/s on one core of the machi
 that walks through the matrix as it lies in memory reads 30. The same walk serves a few rows: each weight is loaded
 once and multiplied with all of them, and the sums over lanes are made for all rows at once. One thread does it all: a
 second one adds little to reading, and waiting for it costs more than it gives on a machine that has other work. May
-import numpy and this package.
+import numpy, llvmlite and this package.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 
 from kvd.native import mathematics as maths
 from kvd.native.build import Address, Integer, compile_kernel, processor
-from kvd.native.emit import F32, Emitter, Value, vector
+from kvd.native.emit import F32, I32, PTR, Emitter, Value, vector
 
 Floats = npt.NDArray[np.float32]
 
@@ -42,11 +43,17 @@ MOST_ROWS: Final = 16
 """Rows that `times` takes at most. With 16, BLAS on two threads is a third faster on an idle machine; but its threads
 wait for each other by spinning, and beside another busy process a step then takes thirty times as long."""
 
-_MATRIX_ROWS: Final = {1: 1, 2: 1, 4: 1, 8: 1, 16: 4}
-"""Rows of the matrix that a loop takes together, by rows of x: one row is read fastest, more need fewer loads of x."""
+_TILES: Final = {2: (1, 2), 4: (1, 4), 8: (1, 8), 16: (4, 4)}
+"""Rows of the matrix and of x that a loop takes together, by rows of x: one row of the matrix is read fastest, more
+need fewer loads of x. The product of both is the sums in registers."""
 
-_SUMS: Final = 16
-"""Sums that a loop keeps in registers."""
+_WIDE_TILES: Final = {**_TILES, 8: (3, 8)}
+"""The same for 32 registers of 16 lanes: with 8 rows of x, loading these takes longer than reading the matrix."""
+
+_WIDE_LANES: Final = 16
+
+_AHEAD: Final = 2
+"""So many loops ahead the matrix is prefetched where a loop reads several of its rows: left alone, that is slower."""
 
 
 def fits(rows: int, inner: int) -> bool:
@@ -103,7 +110,7 @@ def _write(rows: int, lanes: int, e: Emitter) -> None:
         with e.loop(0, columns) as column:
             e.store(_one_row(e, lanes, inner, x, e.at(weight, column * inner, F32)), out, column)
         return
-    side = _MATRIX_ROWS[rows]
+    side = _tile(rows, lanes)[0]
     whole = columns // side * side
     with e.loop(0, whole, side) as column:
         _columns(e, (rows, lanes), column, side)
@@ -116,17 +123,34 @@ def _columns(e: Emitter, shape: tuple[int, int], column: Value, side: int) -> No
     rows, lanes = shape
     _, inner, x, weight, out = (e.arguments[name] for name in ARGUMENTS)
     bases = [e.at(weight, (column + number) * inner, F32) for number in range(side)]
-    at_once = min(rows, _SUMS // side)
+    later = [e.at(weight, (column + number + side * _AHEAD) * inner, F32) for number in range(side if side > 1 else 0)]
+    at_once = _tile(rows, lanes)[1]
     for first in range(0, rows, at_once):
         sums = [[e.slot(e.constant(vector(F32, lanes), 0.0)) for _ in range(at_once)] for _ in bases]
         with e.loop(0, inner, lanes) as i:
             weights = [e.load(base, i, F32, lanes) for base in bases]
+            for base in later if first == 0 else ():
+                _prefetch(e, e.at(base, i, F32))
             for place in range(at_once):
                 value = e.load(x, i * rows + (first + place) * lanes, F32, lanes)
                 for each, mine in zip(weights, sums, strict=True):
                     mine[place].set(e.fma(each, value, mine[place].get()))
         for number, mine in enumerate(sums):
             e.store(_sums(e, [each.get() for each in mine]), out, (column + number) * rows + first)
+
+
+def _tile(rows: int, lanes: int) -> tuple[int, int]:
+    """Rows of the matrix and of x of a loop."""
+    return (_WIDE_TILES if lanes == _WIDE_LANES else _TILES)[rows]
+
+
+def _prefetch(e: Emitter, address: Value) -> None:
+    """Ask for a cache line that is read soon; an address that is not mapped does no harm."""
+    builder = e.builder
+    kind, name = ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32]), "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    reading, into_all_caches, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+    builder.call(function, [address.raw, reading, into_all_caches, data])
 
 
 def _one_row(e: Emitter, lanes: int, inner: Value, x: Value, base: Value) -> Value:

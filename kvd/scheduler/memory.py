@@ -19,7 +19,7 @@ from kvd.quant.spec import PageLayout
 from kvd.scheduler.agents import page_runs
 from kvd.scheduler.errors import EngineBroken
 from kvd.store.errors import FormatUnknown, LogCorrupt, PageCorrupt, PageMissing
-from kvd.store.frame_pool import FramePool
+from kvd.store.frame_pool import Frames
 from kvd.store.page_file import PageHeader
 from kvd.vm.errors import IllegalEvent, NoRoomForCopy, NotResident, SpaceInUse
 from kvd.vm.events import (
@@ -128,7 +128,7 @@ class Memory:
         self,
         *,
         pager: Pager,
-        pool: FramePool,
+        pool: Frames,
         swap: SwapDoor,
         fingerprint: Fingerprint,
         numerics: str,

@@ -142,6 +142,9 @@ class Frames(Protocol):
     def copy_tokens(self, source: FrameId, target: FrameId, tokens: int) -> None:
         """Copy the first tokens of one frame into another."""
 
+    def check_appended(self) -> None:
+        """Raise NonFiniteValues if tokens written since the last call did not fit their formats."""
+
     def statistics(self) -> FramePoolStatistics:
         """Figures of this moment."""
 
@@ -343,6 +346,9 @@ class FramePool:
             raise InternalError(f"frames {source} and {target} have different layouts")
         for old, new in zip(here.tensors, there.tensors, strict=True):
             new[:, :tokens] = old[:, :tokens]
+
+    def check_appended(self) -> None:
+        """Nothing to see: who writes into host memory raises at once."""
 
     def statistics(self) -> FramePoolStatistics:
         """Figures of this moment."""

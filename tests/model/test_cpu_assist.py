@@ -170,7 +170,8 @@ def test_the_output_projection(maker: Callable[[], Any]) -> None:
     right = np.array(project(model, hidden)[0, 0])
     mine = cpu_assist.project_last(model, hidden)
     assert mine is not None
-    np.testing.assert_allclose(mine, right, atol=1e-5 * np.abs(right).max())
+    assert mine.shape == (1, VOCAB)
+    np.testing.assert_allclose(mine[0], right, atol=1e-5 * np.abs(right).max())
 
 
 def test_installing_twice_changes_nothing() -> None:

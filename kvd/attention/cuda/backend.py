@@ -11,7 +11,7 @@ May import mlx, numpy, kvd.attention, kvd.errors, kvd.ids, kvd.quant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -35,9 +35,26 @@ SCORE_ELEMENTS: Final = 1 << 26
 LSE_ELEMENTS: Final = 1 << 22
 """The log-sum-exp of a chunk is computed up to so many scores (self-tests, short prompts)."""
 
+LAUNCHES_AHEAD: Final = 4
+"""After so many decode launches the device is set to work, while the host builds the rest of the step."""
+
 IntArray = npt.NDArray[np.int64]
 
 _KEPT_TABLES: Final = 16
+
+
+class _Plan(NamedTuple):
+    """Tables of a launch.
+
+    Attributes:
+        streams: bits, layout, addresses of frames, spans.
+        longest: tokens of the longest row.
+        tables: the block tables it was made from.
+    """
+
+    streams: tuple[tuple[Bits, PageLayout, mx.array, mx.array], ...]
+    longest: int
+    tables: tuple[tuple[FrameId, ...], ...]
 
 
 class CudaBackend:
@@ -55,6 +72,8 @@ class CudaBackend:
         self._counters = mx.zeros((64,), mx.int32)
         self._after = mx.zeros((4,), mx.float32)
         mx.eval(self._counters, self._after)
+        self._launches = 0
+        self._plans: dict[tuple[object, ...], _Plan] = {}
         # Tables of a step are the same in all layers: by identity of the block tables, which are kept alive with them.
         self._tables: dict[tuple[int, ...], tuple[mx.array, object]] = {}
         self._spans: dict[tuple[int, ...], tuple[mx.array, object]] = {}
@@ -83,6 +102,26 @@ class CudaBackend:
         if len(results) == 1:
             return results[0]
         return AttentionOutput(mx.concatenate([r.out for r in results]), mx.concatenate([r.lse for r in results]))
+
+    def append(
+        self,
+        pages: PageSource,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        layer_index: int,
+        targets: Sequence[tuple[tuple[FrameId, ...], int]],
+    ) -> None:
+        """See `DeviceWriter.append`."""
+        if not isinstance(pages, DevicePool):
+            raise InternalError(f"pages of {type(pages).__name__} are not in device memory")
+        layout = pages.layout(targets[0][0][0])
+        layer_format = layout.page_format.layers[layout.layer_indices.index(layer_index)]
+        starts = self.whole_numbers([start for _, start in targets])
+        frames = self.frame_table(pages, [table for table, _ in targets])
+        stream = Stream(frames, pages.places(layout, layer_index), starts)
+        bits = Bits(layer_format.k.bits, layer_format.v.bits)
+        pages.append(keys, values.astype(keys.dtype), bits, stream, starts)
 
     # ---- decode ------------------------------------------------------------------------------------------------------
 
@@ -120,42 +159,66 @@ class CudaBackend:
         window: int | None,
     ) -> AttentionOutput:
         """One kernel over one or two segments of every row, all with the same conditioning."""
-        streams = []
-        longest = 0
-        layout = _layout(pages, columns[0])
-        for column in columns:
-            spans = [_seen(segment, row, window) for segment, row in zip(column, rows, strict=True)]
-            longest += max(1, *(end - begin for begin, end in spans))
-            bits = Bits(column[0].layer_format.k.bits, column[0].layer_format.v.bits)
-            streams.append((bits, self._stream(pages, column, layer_index, spans)))
+        plan = self._plan(pages, columns, rows, window)
+        streams = [
+            (bits, Stream(frames, pages.places(layout, layer_index), spans))
+            for bits, layout, frames, spans in plan.streams
+        ]
+        layout = plan.streams[0][1]
         conditioning = columns[0][0].conditioning
-        conditioned = queries if conditioning is None else conditioning.condition_queries(queries)
+        conditioned = queries if conditioning is None else conditioning.condition_queries(queries).astype(queries.dtype)
         cells = len(rows) * queries.shape[1]
         if cells > self._counters.size:
             self._counters = mx.zeros((cells,), mx.int32)
             mx.eval(self._counters)
         out, lse = kernels.decode(
-            conditioned.astype(queries.dtype),
+            conditioned,
             streams,
             kv_heads=layout.kv_heads,
             v_dim=layout.v_dim,
-            longest=longest,
+            longest=plan.longest,
             scale=scale,
             counters=self._counters,
             order=pages.order,
             after=self._after,
         )
         self._after = lse
+        self._launches += 1
+        if self._launches % LAUNCHES_AHEAD == 0:
+            mx.async_eval(out)  # type: ignore[no-untyped-call]
         if conditioning is not None:
             lse = lse + scale * conditioning.centre_term(queries)
         return AttentionOutput(out, lse)
 
-    def _stream(
-        self, pages: DevicePool, column: Sequence[Segment], layer_index: int, spans: Sequence[tuple[int, int]]
-    ) -> Stream:
-        frames = self.frame_table(pages, [segment.block_table for segment in column])
-        places = pages.places(_layout(pages, column), layer_index)
-        return Stream(frames, places, self.whole_numbers([number for span in spans for number in span]))
+    def _plan(
+        self, pages: DevicePool, columns: Sequence[Sequence[Segment]], rows: Sequence[Row], window: int | None
+    ) -> _Plan:
+        """Tables of a launch; the same for all layers of a group in a step, so found again by what they are made of."""
+        key = (
+            window,
+            *(
+                (id(segment.block_table), segment.runs, row.query_start)
+                for c in columns
+                for segment, row in zip(c, rows, strict=True)
+            ),
+        )
+        found = self._plans.get(key)
+        if found is not None:
+            return found
+        streams = []
+        longest = 0
+        for column in columns:
+            spans = [_seen(segment, row, window) for segment, row in zip(column, rows, strict=True)]
+            longest += max(1, *(end - begin for begin, end in spans))
+            bits = Bits(column[0].layer_format.k.bits, column[0].layer_format.v.bits)
+            frames = self.frame_table(pages, [segment.block_table for segment in column])
+            numbers = self.whole_numbers([number for span in spans for number in span])
+            streams.append((bits, _layout(pages, column), frames, numbers))
+        if len(self._plans) >= _KEPT_TABLES:
+            del self._plans[next(iter(self._plans))]
+        # the tables are kept, so that their ids stay theirs
+        plan = self._plans[key] = _Plan(tuple(streams), longest, tuple(s.block_table for c in columns for s in c))
+        return plan
 
     def frame_table(self, pages: DevicePool, tables: Sequence[tuple[FrameId, ...]]) -> mx.array:
         """uint64 [B, pages] in device memory: addresses of the frames of block tables, made once for equal objects."""
@@ -267,8 +330,8 @@ def _kept(
     """Put a device copy of `host` into a small table, the oldest entry of which goes."""
     if len(kept) >= _KEPT_TABLES:
         del kept[next(iter(kept))]
+    # not evaluated here, which would wait for the device: the step that uses it does
     entry = kept[key] = (kernels.on_device(host), (host, alive))
-    mx.eval(entry[0])
     return entry
 
 

@@ -170,7 +170,7 @@ def append(keys: mx.array, values: mx.array, bits: Bits, stream: Stream, starts:
         order: what the last write to pages returned.
 
     Returns:
-        The next `order`: int32, not zero where a value did not fit the format.
+        The next `order`: int32, not all zeros if a value did not fit its format, here or in an append before.
     """
     batch, heads, tokens, k_dim = keys.shape
     v_dim = values.shape[-1]
@@ -408,6 +408,7 @@ if (warp < k_shape[0] * heads * n * all) {{
   if (cell < {key_groups}) {{ const int group = cell; {encode("k", 0, k_dim, bits.k)} }}
   else {{ const int group = cell - {key_groups}; {encode("v", 3, v_dim, bits.v)} }}
 }}
+if (blockIdx.x == 0) for (int i = threadIdx.x; i < order_shape[0]; i += blockDim.x) bad |= order[i] != 0;
 const int any = __syncthreads_or(bad);
 if (threadIdx.x == 0) done[blockIdx.x] = any;
 if (blockIdx.x == 0 && threadIdx.x < 4 && threadIdx.x >= gridDim.x) done[threadIdx.x] = 0;

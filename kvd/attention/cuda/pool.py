@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
@@ -88,13 +88,6 @@ class _Frame:
         return self.slab.address + self.start
 
 
-@dataclass(slots=True)
-class _Pending:
-    """Tokens of appends whose outcome has not been looked at."""
-
-    statuses: list[mx.array] = field(default_factory=list)
-
-
 class DevicePool:
     """Frames by number, in device memory; the interface of `kvd.store.frame_pool.FramePool` without views.
 
@@ -113,7 +106,7 @@ class DevicePool:
         self._resident_bytes = self._peak_resident_bytes = self._created = self._dropped = 0
         self._places: dict[tuple[int, int], mx.array] = {}
         self._layouts: dict[int, PageLayout] = {}
-        self._pending = _Pending()
+        self._unseen = False
         self.order = mx.zeros((4,), mx.int32)
         mx.eval(self.order)
 
@@ -216,7 +209,7 @@ class DevicePool:
     def append(self, keys: mx.array, values: mx.array, bits: Bits, stream: Stream, starts: mx.array) -> None:
         """Quantise new tokens into frames; lazy, in order with all that follows. See `kernels.append`."""
         self.order = append(keys, values, bits, stream, starts, self.order)
-        self._pending.statuses.append(self.order)
+        self._unseen = True
 
     def check_appended(self) -> None:
         """See that all tokens appended since the last call fit their formats; evaluates them.
@@ -224,8 +217,13 @@ class DevicePool:
         Raises:
             NonFiniteValues: one did not.
         """
-        statuses, self._pending.statuses = self._pending.statuses, []
-        if statuses and bool(mx.any(mx.concatenate(statuses)).item()):
+        if not self._unseen:
+            return
+        self._unseen = False
+        # `order` says it of all appends so far, and is small: the host reads it without another kernel
+        if np.array(self.order).any():
+            self.order = mx.zeros((4,), mx.int32)
+            mx.eval(self.order)
             raise NonFiniteValues("keys or values are not finite, or a scale or bias does not fit bf16")
 
     def export(self, frame: FrameId) -> bytes:
@@ -368,7 +366,17 @@ def _mover(direction: str) -> Any:  # noqa: ANN401  mlx's callable
     reading = direction == "read"
     outside = "out" if reading else "source"
     move = "outside[i] = inside[i]" if reading else "inside[i] = outside[i]"
-    end = "" if reading else "if (blockIdx.y == 0 && threadIdx.x < 4) done[threadIdx.x] = 0;"
+    # what an append before it found stays to be seen
+    end = (
+        ""
+        if reading
+        else """
+int bad = 0;
+if (blockIdx.y == 0) for (int i = threadIdx.x; i < order_shape[0]; i += blockDim.x) bad |= order[i] != 0;
+bad = __syncthreads_or(bad);
+if (blockIdx.y == 0 && threadIdx.x < 4) done[threadIdx.x] = bad;
+"""
+    )
     source = f"""
 const unsigned long long* piece = (const unsigned long long*)pieces + 3 * blockIdx.y;
 unsigned short* inside = (unsigned short*)piece[0];
