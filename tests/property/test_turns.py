@@ -201,8 +201,9 @@ class TurnMachine(RuleBasedStateMachine):
             self.world.model.fail_at = None
         self.world.core.pager.check_integrity()
         if self.draw(st.booleans(), "saves"):
-            self.world.save_unsaved()
-            self.resync(name)
+            self.world.save_unsaved()  # of every agent
+            for each in (*NAMES, "kid", "imp"):
+                self.resync(each)
 
     # ---- control operations -----------------------------------------------------------------------------------------
 
