@@ -2,8 +2,8 @@
 
 Every window runs through the model over a real frame pool, block tables and the attention backend, as serving does, in
 prefill chunks; the baseline is the same model with an unquantised cache on the same windows. Bytes are counted from the
-frames that were written, never from a formula (P29). May import click, mlx, numpy, kvd.attention, kvd.model, kvd.quant,
-kvd.store.frame_pool.
+frames that were written, never from a formula (P29). `q4t` has no pages yet: its codec is measured. May import click,
+mlx, numpy, kvd.attention, kvd.model, kvd.quant, kvd.store.frame_pool.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from kvd.store.frame_pool import FramePool
 
 DEFAULT_FORMATS: Final = ("q8", "k8v4", "q4c", "q4")
+CODEC_ONLY: Final = ("q4t",)
+"""Formats that have a codec and no pages (decision 11): measured through caches that round as the codec does."""
+
 DEFAULT_WINDOWS: Final = 4
 WINDOW_TOKENS: Final = 1024
 
@@ -83,7 +86,7 @@ def run_ppl(
 
     Args:
         loaded: the model.
-        formats: names of `NAMED_FORMATS`.
+        formats: names of `NAMED_FORMATS` or `CODEC_ONLY`.
         windows: windows of text to score.
         window_tokens: tokens of each.
         conditioning: constants for `q4c`; None takes the calibration beside the model, or measures them on other text.
@@ -111,7 +114,10 @@ def run_ppl(
         rows: list[PplRow] = []
         for name in formats:
             reporter.stage(f"perplexity of {name}", windows)
-            losses, bytes_per_token = _measure(loaded, name, constants, scored, backend or MlxBackend(), reporter)
+            if name in CODEC_ONLY:
+                losses, bytes_per_token = _measure_codec(loaded, scored, reporter)
+            else:
+                losses, bytes_per_token = _measure(loaded, name, constants, scored, backend or MlxBackend(), reporter)
             rows.append(_row(loaded, name, baseline, losses, bytes_per_token, window_tokens))
     return rows
 
@@ -155,6 +161,25 @@ def _measure(
         used_bytes += sum(written_bytes(pool, table, sequence.tokens) for table in tables)
         used_tokens += sequence.tokens
         reporter.advance(1)
+    return losses, used_bytes / used_tokens
+
+
+def _measure_codec(loaded: Loaded, windows: Sequence[Sequence[int]], reporter: Reporter) -> tuple[list[float], float]:
+    """(mean loss per window, bytes per token that mean something) of `q4t`, without pages."""
+    from kvd.quant.calibrate import window_loss
+    from kvd.quant.simulate import GroupedKeysCache
+    from kvd.quant.spec import LayerFormat, SideFormat, group_for
+
+    losses: list[float] = []
+    used_bytes = used_tokens = 0
+    for ids in windows:
+        caches = [
+            GroupedKeysCache(LayerFormat(SideFormat(4, 64, axis="tokens"), SideFormat(4, group_for(layer.v_dim))))
+            for layer in loaded.spec.layers
+        ]
+        losses.append(window_loss(loaded.model, ids, caches, reporter))
+        used_bytes += sum(cache.encoded_bytes for cache in caches)
+        used_tokens += caches[0].offset
     return losses, used_bytes / used_tokens
 
 
@@ -232,11 +257,12 @@ def _row(
 
 
 def _check_formats(formats: Sequence[str]) -> None:
+    known = (*NAMED_FORMATS, *CODEC_ONLY)
     if not formats:
-        raise InvalidParams(f"give at least one page format of {', '.join(NAMED_FORMATS)}", parameter="formats")
+        raise InvalidParams(f"give at least one page format of {', '.join(known)}", parameter="formats")
     for name in formats:
-        if name not in NAMED_FORMATS:
-            raise InvalidParams(f"kv format must be one of {', '.join(NAMED_FORMATS)}, not {name!r}", format=name)
+        if name not in known:
+            raise InvalidParams(f"kv format must be one of {', '.join(known)}, not {name!r}", format=name)
 
 
 @click.command("ppl")
@@ -254,7 +280,12 @@ def _check_formats(formats: Sequence[str]) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of installed models [default: kvd-models in the user's data folder].",
 )
-@click.option("--formats", default=",".join(DEFAULT_FORMATS), show_default=True, help="Page formats, comma separated.")
+@click.option(
+    "--formats",
+    default=",".join(DEFAULT_FORMATS),
+    show_default=True,
+    help="Page formats, comma separated; q4t is measured without pages.",
+)
 @click.option(
     "--windows", type=click.IntRange(min=1), default=DEFAULT_WINDOWS, show_default=True, help="Windows of text."
 )

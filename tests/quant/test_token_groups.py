@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from kvd.bench.ppl import ppl
 from kvd.errors import InvalidParams
 from kvd.quant.codec import decode, encode, from_bf16_bits, to_bf16_bits
 from kvd.quant.errors import NonFiniteValues
@@ -191,3 +196,25 @@ def test_the_simulated_cache_reads_pages() -> None:
     np.testing.assert_array_equal(np.array(got[1])[0], decode(*encode(values, SideFormat(4)), SideFormat(4)))
     key_bytes = 2 * (256 * 36 + 128) + 2 * (44 * 68 + 128)
     assert (cache.offset, cache.encoded_bytes) == (300, key_bytes + 300 * 2 * 36)
+
+
+def test_bench_ppl_measures_the_codec(tiny_model_dir: Path) -> None:
+    """`kvd bench ppl --formats q4t`: perplexity through the codec, its bytes between q4's pages and q8's."""
+    done = CliRunner().invoke(
+        ppl,
+        [
+            "--model",
+            str(tiny_model_dir),
+            "--formats",
+            "q4,q4t,q8",
+            "--windows",
+            "1",
+            "--window-tokens",
+            "257",
+            "--json",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    q4, q4t, q8 = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert q4["bytes_per_token"] < q4t["bytes_per_token"] < 1.02 * q4["bytes_per_token"] < q8["bytes_per_token"]
+    assert q4t["ratio"] == pytest.approx(1, abs=0.1)
