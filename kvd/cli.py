@@ -169,6 +169,24 @@ def main() -> None:
     help="Requests that may wait.",
 )
 @click.option(
+    "--max-batch",
+    type=click.IntRange(1),
+    envvar="KVD_MAX_BATCH",
+    show_envvar=True,
+    default=8,
+    show_default=True,
+    help="Requests that run at once, of different agents.",
+)
+@click.option(
+    "--decode-share",
+    type=click.FloatRange(0),
+    envvar="KVD_DECODE_SHARE",
+    show_envvar=True,
+    default=0.5,
+    show_default=True,
+    help="Part of the time decoding gets at least while others prefill.",
+)
+@click.option(
     "--drain-grace",
     "drain_grace_s",
     type=click.FloatRange(0),
@@ -213,6 +231,8 @@ def serve(
     sharing: str,
     chunk_tokens: int,
     max_queued: int,
+    max_batch: int,
+    decode_share: float,
     drain_grace_s: float,
     log_level: str,
     log_file: Path | None,
@@ -244,6 +264,8 @@ def serve(
             sharing=sharing,
             chunk_tokens=chunk_tokens,
             max_queued=max_queued,
+            max_batch=max_batch,
+            decode_share=decode_share,
             drain_grace_s=drain_grace_s,
             log_level=log_level,
             log_file=log_file,

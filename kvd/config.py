@@ -21,6 +21,9 @@ ATTENTION = ("auto", "cpu", "mlx", "reference")
 MIN_BUDGET_BYTES = 1_000_000
 MAX_CHUNK_TOKENS = 512
 """What the scratch memory of a step is counted for (`ModelCacheSpec.scratch_bytes`)."""
+MAX_BATCH = 64
+MAX_DECODE_SHARE = 0.95
+"""Beyond this a prefill would hardly get on while somebody decodes."""
 MAX_DRAIN_GRACE_S = 86_400
 
 
@@ -46,6 +49,8 @@ class Settings:
         sharing: who may map whose pages.
         chunk_tokens: tokens of a prefill step, at most `MAX_CHUNK_TOKENS`.
         max_queued: requests that may wait.
+        max_batch: requests that run at once, of different agents; their decode steps run together.
+        decode_share: part of the time that decode steps get at least while others prefill.
         drain_grace_s: how long a drain lets requests finish before it cancels them.
         log_level: of `LOG_LEVELS`.
         log_file: JSON lines go here (None: standard error).
@@ -63,6 +68,8 @@ class Settings:
     sharing: str = "agent"
     chunk_tokens: int = 512
     max_queued: int = 256
+    max_batch: int = 8
+    decode_share: float = 0.5
     drain_grace_s: float = 30.0
     log_level: str = "info"
     log_file: Path | None = None
@@ -81,6 +88,15 @@ class Settings:
                 f"chunk must be at most {MAX_CHUNK_TOKENS} tokens, not {self.chunk_tokens}", setting="chunk"
             )
         _at_least("max-queued", self.max_queued, 1, "requests")
+        _at_least("max-batch", self.max_batch, 1, "requests")
+        if self.max_batch > MAX_BATCH:
+            raise ConfigError(
+                f"max-batch must be at most {MAX_BATCH} requests, not {self.max_batch}", setting="max-batch"
+            )
+        if not 0 <= self.decode_share <= MAX_DECODE_SHARE:
+            raise ConfigError(
+                f"decode-share must be from 0 to {MAX_DECODE_SHARE}, not {self.decode_share}", setting="decode-share"
+            )
         if not 0 <= self.drain_grace_s <= MAX_DRAIN_GRACE_S:
             raise ConfigError(
                 f"drain-grace must be from 0 to {MAX_DRAIN_GRACE_S} seconds, not {self.drain_grace_s}",

@@ -44,6 +44,8 @@ class Daemon:
         self._engine = Engine(
             self._assembly.build,
             max_queued=settings.max_queued,
+            max_batch=settings.max_batch,
+            decode_share=settings.decode_share,
             on_ready=self._on_engine_ready,
             on_request_done=self._log_request,
             check=settings.check,

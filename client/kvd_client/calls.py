@@ -36,6 +36,8 @@ class Options(TypedDict, total=False):
         stop: strings that end the text and are not part of it ([]).
         stream: False: of the stream only the first-token event (True).
         on_context_full: when prompt and `max_tokens` exceed the model's context: refuse ("error"), or "stop" there.
+        priority: "background" starts when nothing "interactive" waits ("interactive").
+        timeout_s: the daemon cancels the call so many seconds after it came, and keeps what it computed (None: never).
     """
 
     max_tokens: int
@@ -49,6 +51,8 @@ class Options(TypedDict, total=False):
     stop: Sequence[str] | str
     stream: bool
     on_context_full: Literal["error", "stop"]
+    priority: Literal["interactive", "background"]
+    timeout_s: float | None
 
 
 class ChatOptions(Options, total=False):

@@ -13,10 +13,11 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits; `position` requests are before it."""
+    """The request waits: `position` 1 is next; `wait_s` is an estimate, 0 when none can be given."""
 
     type: ClassVar[str] = "queued"
     position: int
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ StreamEvent = Queued | Matched | Prefill | FirstToken | Text | Reasoning | ToolC
 _KINDS: Mapping[str, type] = {
     kind.type: kind for kind in (Queued, Matched, Prefill, FirstToken, Text, Reasoning, Usage, Durable)
 }
-_CHECKS: Mapping[str, type] = {"int": int, "str": str, "bool": bool}
+_CHECKS: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "float": float}
 
 
 def parse_event(event: Mapping[str, object]) -> StreamEvent:

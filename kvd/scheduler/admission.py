@@ -13,6 +13,7 @@ from kvd.ids import PageId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.requests import TurnRequest
+from kvd.scheduler.reserving import Reservation
 from kvd.vm.prefix import character_border
 from kvd.vm.text import TypedText, cut_spans
 from kvd.vm.views import SegmentView
@@ -75,11 +76,14 @@ def context_full(core: EngineCore, prompt_tokens: int, max_tokens: int, *, at_le
     )
 
 
-def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: int) -> None:
+def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: int) -> int:
     """Refuse what can never be resident, whatever is evicted: `tokens` tokens that begin as the branch does.
 
     Of a group with a window only what one step needs is counted. Which of its pages that is changes as the branch
     grows, so pages of such a group that pinned agents share with it may be counted twice.
+
+    Returns:
+        Bytes that must be there for it: its own, and what other agents have pinned.
 
     Raises:
         BudgetExceeded: with the figures; nothing changed.
@@ -104,6 +108,16 @@ def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: i
             usable_bytes=usable,
             budget_bytes=core.pager.statistics().budget_bytes,
         )
+    return need + pinned
+
+
+def reserve(core: EngineCore, branch: Branch, needed_bytes: int) -> Reservation:
+    """Ask for the bytes that `refuse_over_budget` named.
+
+    Beside others a request needs room for a copy of its open pages too: the reserve that the budget keeps is for one.
+    """
+    copies = sum(core.page_bytes(branch.space)) if core.reservations.others_hold else 0
+    return core.reservations.ask(needed_bytes + copies)
 
 
 def refuse_pin_over_budget(core: EngineCore, agent: Agent) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from kvd.errors import KvdError
 from kvd.ids import PageId
-from kvd.scheduler.admission import refuse_over_budget
+from kvd.scheduler.admission import refuse_over_budget, reserve
 from kvd.scheduler.agents import (
     NOT_WRITTEN,
     Agent,
@@ -116,15 +116,19 @@ def make_recordable(core: EngineCore, agent: Agent, branch: Branch, stop: Stop) 
     """
     if is_recordable(core, branch):
         return
-    refuse_over_budget(core, agent, branch, len(branch.tokens))
-    core.memory.apply(Activated(branch.space))
+    reservation = reserve(core, branch, refuse_over_budget(core, agent, branch, len(branch.tokens)))
     try:
-        yield from fault_in(core, branch, stop)
-        branch.doubtful = False
-        if branch.behind:
-            yield from compute_tokens(core, branch, stop)
+        yield from core.reservations.until_in(reservation, stop)
+        core.memory.apply(Activated(branch.space))
+        try:
+            yield from fault_in(core, branch, stop)
+            branch.doubtful = False
+            if branch.behind:
+                yield from compute_tokens(core, branch, stop)
+        finally:
+            core.memory.apply(Deactivated(branch.space))
     finally:
-        core.memory.apply(Deactivated(branch.space))
+        core.reservations.release(reservation)
 
 
 def delete_agent(core: EngineCore, agent: Agent) -> Generator[Wait, None, str | None]:

@@ -21,6 +21,7 @@ from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent
 from kvd.scheduler.memory import Memory, SpaceFacts
 from kvd.scheduler.registry import AgentRegistry
 from kvd.scheduler.requests import AgentRef
+from kvd.scheduler.reserving import Reservations
 from kvd.scheduler.store_door import StoreDoor
 from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, hold_cut, release_cut
 from kvd.vm.events import (
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 NUMERICS = f"kvd-1/codec-{CODEC_VERSION}"
 """Version of the arithmetic from ids to page bytes. Another version's pages have other keys and headers."""
+
+MAX_SEQUENCES = 64
+"""Branches whose view for the model is kept; more than run at once."""
 
 
 def domain_of(ref: AgentRef) -> str:
@@ -76,6 +80,19 @@ class EngineStatistics:
     requests: int = 0
     turns_not_durable: int = 0
     records_written: int = 0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    largest_batch: int = 0
+    prefill_chunks: int = 0
+
+    def note_steps(self, *, rows: int, is_chunk: bool) -> None:
+        """The model ran: decode steps of `rows` requests together, or one prefill chunk."""
+        if is_chunk:
+            self.prefill_chunks += 1
+        else:
+            self.decode_steps += 1
+            self.decode_rows += rows
+            self.largest_batch = max(self.largest_batch, rows)
 
 
 class EngineCore:
@@ -125,13 +142,23 @@ class EngineCore:
         self.log = log
         self.forward = Forward(loaded.model, assisted=backend.name == "cpu")
         self.stats = EngineStatistics()
+        self.reservations = Reservations(lambda: pager.usable_bytes)
         self.agents = AgentRegistry(self.new_branch)
         self._next_space = 1
-        self._sequence: tuple[SpaceId, SequenceCache] | None = None
+        self._sequences: dict[SpaceId, SequenceCache] = {}
         self._chains: dict[SpaceId, list[KeyChain]] = {}
         self._owners: dict[SpaceId, tuple[AgentRef, int]] = {}
         self.forgotten: list[PageId] = []
         self.sweep_due = False
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Changes whenever a request got anywhere."""
+        return (
+            self.stats.tokens_computed + self.stats.tokens_replayed,
+            self.stats.records_written,
+            self.stats.requests,
+        )
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
@@ -215,7 +242,8 @@ class EngineCore:
 
     def sequence(self, branch: Branch) -> SequenceCache:
         """The model's view of the branch, with its present block tables."""
-        if self._sequence is None or self._sequence[0] != branch.space:
+        sequence = self._sequences.pop(branch.space, None)
+        if sequence is None:
             layouts = self.memory.layouts(branch.space)
             conditioning = {
                 layer: constants
@@ -223,7 +251,7 @@ class EngineCore:
                 for layer in layout.layer_indices
                 if (constants := self.formats.conditioning.get((layout.format_id, layer))) is not None
             }
-            cache = SequenceCache(
+            sequence = SequenceCache(
                 pool=self.memory.pool,
                 spec=self.spec,
                 layouts=layouts,
@@ -231,8 +259,9 @@ class EngineCore:
                 backend=self.backend,
                 tokens=branch.computed,
             )
-            self._sequence = (branch.space, cache)
-        sequence = self._sequence[1]
+        self._sequences[branch.space] = sequence  # the one used last is last
+        if len(self._sequences) > MAX_SEQUENCES:
+            del self._sequences[next(iter(self._sequences))]
         if sequence.tokens != branch.computed:
             sequence.truncate(branch.computed)
         for group in range(len(branch.format_ids)):
@@ -243,8 +272,7 @@ class EngineCore:
     def forget_caches(self, space: SpaceId) -> None:
         """Drop what is derived from the space's tokens; it is made again when it is needed."""
         self._chains.pop(space, None)
-        if self._sequence is not None and self._sequence[0] == space:
-            self._sequence = None
+        self._sequences.pop(space, None)
 
     def page_keys(self, branch: Branch, tokens: int) -> list[tuple[PageKey, ...]]:
         """Keys of the pages that become full when `tokens` more tokens have KV, per group."""

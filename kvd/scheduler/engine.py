@@ -1,18 +1,22 @@
 """The engine thread: the only one that touches the model, the pool and the agents. Others knock at its inbox.
 
 Theory of operation. The loop takes messages (requests, cancellations, calls, answers of the swap thread), hands them
-to the pure `Scheduler`, and advances the running turn by one resumption when it can go on; with nothing to do it
-sleeps in the inbox. A long prefill chunk is the longest time it does not look. Evictions and hints run beside the
-running request, so that they can make room or fetch pages while another agent decodes.
+to the pure `Scheduler`, and resumes each running request that can go on, up to its next wait. Then it runs one
+iteration of the model: of the steps that requests now wait for, all decode steps together or one prefill chunk, as the
+pure `IterationPlanner` says. With nothing to do it sleeps in the inbox. A long prefill chunk is the longest time it
+does not look. Who waits for the disk or for room holds up nobody else. Evictions and hints run beside all others, so
+that they can make room or fetch pages while other agents decode.
 
-Faults. What a request does wrong, our bugs included, ends that request. What a client's callbacks do wrong is logged.
-Anything else (an answer of the store that makes no sense, books that do not balance, an instruction of the pager that
-was lost half way, in whosever request) ends the engine: everybody who waits is answered, `on_ready` hears of it, and
-the daemon exits with the reason; what is durable is durable.
+Faults. What a request does wrong, our bugs included, ends that request, and none that its step ran with. What a
+client's callbacks do wrong is logged. Anything else (an answer of the store that makes no sense,
+books that do not balance, an instruction of the pager that was lost half way, in whosever request) ends the engine:
+everybody who waits is answered, `on_ready` hears of it, and the daemon exits with the reason; what is durable is
+durable.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -28,6 +32,7 @@ from kvd.scheduler.agents import Agent
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.errors import EngineBroken
+from kvd.scheduler.iterations import IterationPlanner
 from kvd.scheduler.jobs import run_job
 from kvd.scheduler.messages import Call, Cancel, Drain, HeldRequest, Message, Stop, StoreAnswer, Submit, guarded
 from kvd.scheduler.requests import JobRequest, Reply, TurnRequest
@@ -45,6 +50,7 @@ from kvd.scheduler.state import (
     Submitted,
     TellQueued,
 )
+from kvd.scheduler.steps import run_steps
 from kvd.scheduler.turn import TurnState, run_turn
 from kvd.scheduler.upkeep import Upkeep
 from kvd.store.swap_ops import SwapResult
@@ -52,6 +58,9 @@ from kvd.vm.events import PrefetchHinted, Tick
 
 TICK_S = 1.0
 """How often failed writes are tried again at most, and how far apart tries for unsaved turns are at least."""
+
+TYPICAL_WEIGHT = 0.2
+"""Weight of the last request in what a request typically takes."""
 
 BESIDE = ("evict", "prefetch")
 """Operations that compute nothing and write no log: they run beside a request of another agent."""
@@ -64,6 +73,8 @@ class Engine:
         build: makes the core on the engine thread (MLX arrays belong to the thread that made them); it gets the
             callback for the swap thread's answers.
         max_queued: requests that may wait.
+        max_batch: requests that run at once.
+        decode_share: part of the time that decode steps get at least while others prefill.
         on_ready: called on the engine thread once requests can run, or with the error that prevented it; once more,
             with an error, when the engine cannot go on.
         on_request_done: called with the canonical log line of each request.
@@ -75,24 +86,29 @@ class Engine:
         build: Callable[[Callable[[SwapResult], None]], EngineCore],
         *,
         max_queued: int,
+        max_batch: int = 1,
+        decode_share: float = 0.5,
         on_ready: Callable[[BaseException | None], None],
         on_request_done: Callable[[RequestLine], None],
         check: bool = False,
     ) -> None:
         self._build = build
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._scheduler = Scheduler(max_queued=max_queued)
+        self._scheduler = Scheduler(max_queued=max_queued, max_running=max_batch)
+        self._planner = IterationPlanner(decode_share=decode_share)
+        self._max_batch = max_batch
         self._requests: dict[RequestId, HeldRequest] = {}
         self._on_ready = on_ready
         self._on_request_done = on_request_done
         self._check = check
-        self._running: HeldRequest | None = None
+        self._running: dict[RequestId, HeldRequest] = {}
         self._beside: list[HeldRequest] = []
         self._core: EngineCore | None = None
         self._upkeep: Upkeep | None = None
         self._stopping = False
         self._draining = False
         self._last_tick_s = 0.0
+        self._typical_s = 0.0
         self._next_request = 0
         self._id_lock = threading.Lock()
         self.drained = threading.Event()
@@ -143,7 +159,8 @@ class Engine:
     @property
     def queue_facts(self) -> dict[str, object]:
         """Running and queued counts, for health; a snapshot without waiting for the engine."""
-        return {"running": int(self._scheduler.running is not None), "queued": len(self._scheduler.queued)}
+        running, queued = self._scheduler.counts
+        return {"running": running, "queued": queued}
 
     # ---- the engine thread ------------------------------------------------------------------------------------------
 
@@ -166,11 +183,13 @@ class Engine:
 
     def _turn_over(self) -> None:
         """Once round the loop."""
-        ready = self._ready()
-        self._take_messages(block=not ready)
+        started = [*self._beside, *self._running.values()]
+        ready = [held for held in started if held.can_go_on()]
+        self._take_messages(block=not ready and all(held.step is None for held in started))
         self._tick()
         for held in ready:
             self._go_on(held)
+        self._iterate()
         self.last_progress_s = time.monotonic()
 
     def _die(self, cause: BaseException) -> None:
@@ -191,7 +210,7 @@ class Engine:
     def _end(self, error: KvdError) -> None:
         """Answer everybody who waits; what was computed and not committed is lost with the process."""
         assert self._core is not None
-        self._running, self._beside = None, []
+        self._running, self._beside = {}, []
         for work in [held.work for held in self._requests.values() if held.work is not None]:
             try:
                 work.close()
@@ -218,14 +237,22 @@ class Engine:
             case Drain():
                 self.drained.set()
 
-    def _ready(self) -> list[HeldRequest]:
-        """The requests that can go on."""
-        started = [*self._beside, *([self._running] if self._running is not None else [])]
-        return [held for held in started if held.can_go_on()]
+    def _iterate(self) -> None:
+        """Run the model once, for whoever waits for it."""
+        assert self._core is not None
+        wanted = {number: step for number, held in self._running.items() if (step := held.step) is not None}
+        if not wanted:
+            return
+        decodes = [number for number, step in wanted.items() if step.is_decode]
+        prefills = [number for number, step in wanted.items() if not step.is_decode]
+        iteration = self._planner.plan(decodes, prefills)
+        began_s = self._core.clock()
+        run_steps(self._core, [wanted[number] for number in iteration.requests])
+        self._planner.ran(iteration, self._core.clock() - began_s, decoding=bool(decodes))
 
     def _take_messages(self, *, block: bool) -> None:
         try:
-            message = self._inbox.get(timeout=TICK_S) if block else self._inbox.get_nowait()
+            message = self._inbox.get(timeout=self._patience_s()) if block else self._inbox.get_nowait()
             while True:
                 self._take(message)
                 message = self._inbox.get_nowait()
@@ -240,18 +267,15 @@ class Engine:
                     request = replace(request, emit=guarded(request.emit, self._callback_failed))
                 held = HeldRequest(request, reply, self._core.clock())
                 self._requests[request.request_id] = held
+                if isinstance(request, TurnRequest) and request.timeout_s is not None:
+                    held.deadline_s = held.submitted_s + request.timeout_s
                 if self._can_run_beside(request):
                     held.work = run_job(self._core, request, held.stop)
                     self._beside.append(held)
                 else:
-                    self._schedule(Submitted(request.request_id))
+                    self._schedule(self._submitted(held))
             case Cancel(request_id, reason):
-                found = self._requests.get(request_id)
-                if found is not None:
-                    found.stop_reason = reason
-                    if found in self._beside:
-                        found.end_early()
-                self._schedule(CancelWanted(request_id))
+                self._cancel(request_id, reason)
             case Call(function, future):
                 if future.set_running_or_notify_cancel():
                     try:
@@ -272,6 +296,28 @@ class Engine:
                 self._stopping = True
         self._look_drained()
 
+    def _cancel(self, request_id: RequestId, reason: str) -> None:
+        found = self._requests.get(request_id)
+        if found is not None:
+            found.stop_reason, found.deadline_s = reason, None
+            if found in self._beside:
+                found.end_early()
+        self._schedule(CancelWanted(request_id))
+
+    @staticmethod
+    def _submitted(held: HeldRequest) -> Submitted:
+        request = held.request
+        priority = request.priority if isinstance(request, TurnRequest) else "interactive"
+        return Submitted(
+            request.request_id, first=held.internal, agents=held.agents, client=request.connection, priority=priority
+        )
+
+    def _patience_s(self) -> float:
+        """How long the loop may sleep."""
+        assert self._core is not None
+        deadlines = [held.deadline_s for held in self._requests.values() if held.deadline_s is not None]
+        return min([TICK_S, *(max(0.0, deadline - self._core.clock()) for deadline in deadlines)])
+
     def _look_drained(self) -> None:
         if self._draining and self._scheduler.is_idle and not self._beside:
             self.drained.set()
@@ -280,8 +326,8 @@ class Engine:
         """Whether an operation can start at once: nothing of its agent runs or waits, and others do."""
         if not isinstance(request, JobRequest) or request.operation not in BESIDE or self._draining:
             return False
-        ahead = [number for number in (self._scheduler.running, *self._scheduler.queued) if number is not None]
-        return bool(ahead) and all(self._requests[number].request.ref != request.ref for number in ahead)
+        ahead = [*self._scheduler.running, *self._scheduler.queued]
+        return bool(ahead) and all(request.ref not in self._requests[number].agents for number in ahead)
 
     def _schedule(self, event: SchedulerEvent) -> None:
         for instruction in self._scheduler.handle(event):
@@ -291,12 +337,14 @@ class Engine:
                 case TellQueued(request_id, position):
                     held = self._requests[request_id]
                     if isinstance(held.request, TurnRequest):
-                        held.request.emit({"type": "queued", "position": position})
+                        wait_s = self._typical_s * math.ceil(position / self._max_batch)
+                        held.request.emit({"type": "queued", "position": position, "wait_s": round(wait_s, 3)})
                         self._hint(held.request)
                 case StopRunning(request_id):
                     self._requests[request_id].end_early()
                 case DropQueued(request_id):
-                    self._answer(request_id, None, Cancelled("cancelled while queued; nothing was computed"))
+                    reason = self._requests[request_id].stop_reason.removesuffix(" by the client")
+                    self._answer(request_id, None, Cancelled(f"{reason} while queued; nothing was computed"))
                 case RefuseBusy(request_id, queued):
                     error = Busy(f"{queued} requests are queued already", retry_after_s=1.0, queued=queued)
                     self._answer(request_id, None, error)
@@ -311,7 +359,8 @@ class Engine:
             held.work = run_turn(self._core, held.state)
         else:
             held.work = run_job(self._core, held.request, held.stop)
-        self._running = held
+        held.started_s = self._core.clock()
+        self._running[held.request.request_id] = held
 
     def _hint(self, request: TurnRequest) -> None:
         """A turn waits: the pages it will go on from can come in meanwhile, if they can be resident at all."""
@@ -344,9 +393,11 @@ class Engine:
         self._answer(request_id, result, error)
         if self._check:
             self._core.pager.check_integrity()
-        if held is self._running:
-            self._running = None
-            self._keep_up(idle=not self._scheduler.queued)
+        if self._running.pop(request_id, None) is not None:
+            self._planner.forget(request_id)
+            seconds = self._core.clock() - held.started_s
+            self._typical_s += TYPICAL_WEIGHT * (seconds - self._typical_s)
+            self._keep_up(idle=not self._scheduler.queued and not self._running)
             self._schedule(Finished(request_id))
         else:
             self._beside.remove(held)
@@ -373,6 +424,9 @@ class Engine:
 
     def _tick(self) -> None:
         assert self._core is not None
+        for request_id, held in tuple(self._requests.items()):
+            if held.deadline_s is not None and self._core.clock() >= held.deadline_s:
+                self._cancel(request_id, f"timed out after {held.deadline_s - held.submitted_s:g} s")
         now = time.monotonic()
         if now - self._last_tick_s < TICK_S:
             return
@@ -385,15 +439,17 @@ class Engine:
     def _keep_up(self, *, idle: bool) -> None:
         """Give the engine's own work its turn, ahead of what waits."""
         assert self._upkeep is not None
-        if not self._draining and (job := self._upkeep.next_job(idle=idle)) is not None:
+        if self._draining or any(held.internal for held in self._requests.values()):
+            return
+        if (job := self._upkeep.next_job(idle=idle)) is not None:
             self._submit_own(*job)
 
     def _submit_own(self, agent: Agent, operation: str) -> None:
         assert self._core is not None
         request = JobRequest(self.new_request_id(), agent.ref, operation, internal=True)
         reply = self._saved if operation == "save" else lambda result, error: None
-        self._requests[request.request_id] = HeldRequest(request, reply, self._core.clock())
-        self._schedule(Submitted(request.request_id, first=True))
+        held = self._requests[request.request_id] = HeldRequest(request, reply, self._core.clock())
+        self._schedule(self._submitted(held))
 
     def _saved(self, result: object, error: KvdError | None) -> None:
         assert self._upkeep is not None

@@ -1,4 +1,6 @@
-"""The computing part of a turn: steps of the model, prefill in chunks, decode until something ends it.
+"""The computing part of a turn: prefill in chunks, decode until something ends it.
+
+The steps themselves are run by the engine, together with those of other requests: at each the turn waits.
 
 Owner: the engine thread. May import kvd.model (through the core), kvd.vm.events and siblings.
 """
@@ -12,7 +14,7 @@ from kvd.scheduler.agents import Branch
 from kvd.scheduler.requests import FinishReason
 from kvd.scheduler.sampling import Logits, Sampler
 from kvd.scheduler.stopping import StopWatch
-from kvd.scheduler.waiting import Stop, Wait, Waiting, never, raise_if_stopped, until_ready
+from kvd.scheduler.waiting import StepWanted, Stop, Wait, Waiting, never, raise_if_stopped, until_ready
 from kvd.vm.events import GrowthWanted
 
 if TYPE_CHECKING:
@@ -23,37 +25,29 @@ if TYPE_CHECKING:
 def step(
     core: EngineCore, branch: Branch, ids: list[int], stop: Stop, *, wants_logits: bool
 ) -> Generator[Wait, None, Logits | None]:
-    """Compute KV of the branch's next `ids`; logits [vocab] of the last one when wanted.
+    """Have KV of the branch's next `ids` computed; logits [vocab] of the last one when wanted.
 
     Raises:
-        Cancelled, Busy: no frame for the tokens (see `until_ready`).
+        Cancelled, Busy: no frame for the tokens (see `until_ready`), or `stop` said so before it ran.
         KvdError: the model failed; none of the tokens count, and the branch can go on.
     """
     core.memory.apply(GrowthWanted(branch.space, len(ids)))
     if not core.pager.is_ready(branch.space):
         yield from until_ready(core, branch.space, stop)
-    sequence = core.sequence(branch)
-    try:
-        logits = core.forward.step(sequence, ids, wants_logits=wants_logits)
-    except BaseException:
-        sequence.abort_step()
-        raise
-    core.memory.append(branch.space, len(ids), core.page_keys(branch, len(ids)))
-    branch.computed += len(ids)
-    core.stats.tokens_computed += len(ids)
-    return logits
+    want = StepWanted(branch, ids, stop, wants_logits=wants_logits)
+    yield want
+    return want.result()
 
 
-def replay(core: EngineCore, branch: Branch) -> Logits:
-    """Logits [vocab] of the branch's last token again, from KV that exists."""
-    sequence = core.sequence(branch)
-    try:
-        logits = core.forward.replay(sequence, branch.tokens[-1])
-    except BaseException:
-        sequence.abort_step()
-        raise
-    core.stats.tokens_replayed += 1
-    return logits
+def replay(branch: Branch, stop: Stop) -> Generator[Wait, None, Logits | None]:
+    """Logits [vocab] of the branch's last token again, from KV that exists.
+
+    Raises:
+        Cancelled, KvdError: as `step`.
+    """
+    want = StepWanted(branch, branch.tokens[-1:], stop, replays=True)
+    yield want
+    return want.result()
 
 
 def compute_tokens(
@@ -77,7 +71,6 @@ def compute_tokens(
         is_last = branch.computed + len(chunk) == total
         logits = yield from step(core, branch, chunk, stop, wants_logits=is_last and wants_logits)
         on_chunk()
-        yield None
     return logits
 
 
@@ -119,7 +112,7 @@ class Generation:
 
         try:
             if replaying:
-                return replay(core, branch)
+                return (yield from replay(branch, self._state.stop))
             wants_logits = request.max_tokens > 0
             return (yield from compute_tokens(core, branch, self._state.stop, wants_logits=wants_logits, on_chunk=tell))
         finally:
@@ -151,7 +144,6 @@ class Generation:
                 next_logits = yield from step(core, branch, [token], state.stop, wants_logits=True)
                 assert next_logits is not None
                 logits = next_logits
-                yield None
         finally:
             state.times.decode_s = core.clock() - began_s
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.errors import KvdError
-from kvd.ids import RequestId
+from kvd.ids import AgentId, RequestId
 from kvd.ops.logs import RequestLine
-from kvd.scheduler.requests import JobRequest, Reply, TurnRequest, TurnResult
+from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest, TurnResult
 from kvd.scheduler.turn import TurnState
-from kvd.scheduler.waiting import Wait
+from kvd.scheduler.waiting import StepWanted, Wait
 from kvd.store.swap_ops import SwapResult
 
 if TYPE_CHECKING:
@@ -73,10 +73,12 @@ class HeldRequest:
     Attributes:
         request, reply: as submitted.
         submitted_s: when it came.
+        started_s: when it started.
         state: of a turn that has started.
         work: its generator, once it has started.
         wait: what the generator waits for.
         fault: what its condition raised; the generator gets to see it.
+        deadline_s: when it is cancelled at the latest; None for never.
         stop_reason: why it is to end early, if it is.
         stopping: it is.
     """
@@ -84,10 +86,12 @@ class HeldRequest:
     request: TurnRequest | JobRequest
     reply: Reply
     submitted_s: float
+    started_s: float = 0.0
     state: TurnState | None = None
     work: Generator[Wait, None, object] | None = None
     wait: Wait = None
     fault: Exception | None = None
+    deadline_s: float | None = None
     stop_reason: str = "cancelled by the client"
     stopping: bool = False
 
@@ -125,6 +129,16 @@ class HeldRequest:
         self.wait = next(self.work) if fault is None else self.work.throw(fault)
 
     @property
+    def agents(self) -> tuple[AgentRef, ...]:
+        """The agents it works on, alone."""
+        return agents_of(self.request)
+
+    @property
+    def step(self) -> StepWanted | None:
+        """The step of the model it waits for, if it does."""
+        return self.wait if isinstance(self.wait, StepWanted) and not self.wait() else None
+
+    @property
     def internal(self) -> bool:
         """The engine asked for it itself."""
         return isinstance(self.request, JobRequest) and self.request.internal
@@ -155,6 +169,13 @@ class HeldRequest:
             written_bytes=turn.written_bytes if turn is not None else None,
             durable=turn.durable if turn is not None else None,
         )
+
+
+def agents_of(request: TurnRequest | JobRequest) -> tuple[AgentRef, ...]:
+    """The agents a request works on: a fork makes another one."""
+    if isinstance(request, JobRequest) and "new_agent" in request.arguments:
+        return request.ref, AgentRef(request.ref.namespace, AgentId(str(request.arguments["new_agent"])))
+    return (request.ref,)
 
 
 def guarded(

@@ -1,6 +1,6 @@
 """Parameters of RPC methods: unknown, missing, mistyped and out-of-range ones are refused by name.
 
-Pure. May import kvd.errors, kvd.ids, kvd.scheduler.requests and .sampling, kvd.vm.text.
+Pure. May import kvd.errors, kvd.ids, kvd.scheduler.requests, .sampling and .state, kvd.vm.text.
 """
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ from kvd.errors import InvalidParams, InvalidText
 from kvd.ids import AgentId, Namespace
 from kvd.scheduler.requests import AgentRef, OnContextFull
 from kvd.scheduler.sampling import SamplingParams
+from kvd.scheduler.state import Priority
 
 T = TypeVar("T")
+C = TypeVar("C", bound=str)
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logit_bias")
-TURN_NAMES = ("agent", "namespace", "max_tokens", "on_context_full", "stop", "stream", *SAMPLING_NAMES)
+TURN_NAMES = (
+    "agent",
+    "namespace",
+    "max_tokens",
+    "on_context_full",
+    "priority",
+    "stop",
+    "stream",
+    "timeout_s",
+    *SAMPLING_NAMES,
+)
 MAX_NAME_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
+MAX_TIMEOUT_S = 1_000_000
 MAX_ID_DIGITS = 10
 MAX_BIASED_IDS = 1024
 """Each biased id costs time on every token, on the thread that everybody waits for."""
@@ -107,16 +120,34 @@ class Params:
 
     def on_context_full(self) -> OnContextFull:
         """What a turn does that exceeds the model's context; `error` unless the caller says otherwise."""
-        value = self.text("on_context_full", required=False, default="error")
         allowed: tuple[OnContextFull, ...] = get_args(OnContextFull)
+        return self._choice("on_context_full", allowed)
+
+    def priority(self) -> Priority:
+        """Whether somebody waits for the turn; `interactive` unless the caller says otherwise."""
+        allowed: tuple[Priority, ...] = get_args(Priority)
+        return self._choice("priority", allowed)
+
+    def _choice(self, name: str, allowed: tuple[C, ...]) -> C:
+        """One of `allowed`, the first when absent."""
+        value = self.text(name, required=False, default=allowed[0])
         for choice in allowed:
             if value == choice:
                 return choice
         raise InvalidParams(
-            f"on_context_full must be {' or '.join(allowed)}, not {value[:40]!r}",
-            parameter="on_context_full",
-            allowed=list(allowed),
+            f"{name} must be {' or '.join(allowed)}, not {value[:40]!r}", parameter=name, allowed=list(allowed)
         )
+
+    def timeout_s(self) -> float | None:
+        """Seconds after which the call is cancelled; None for never."""
+        if not self.has("timeout_s"):
+            return None
+        value = self.number("timeout_s", 0.0)
+        if not 0 < value <= MAX_TIMEOUT_S:
+            raise InvalidParams(
+                f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S}, not {value}", parameter="timeout_s"
+            )
+        return value
 
     def mapping(self, name: str) -> Mapping[str, object] | None:
         """A map, or None when absent."""

@@ -9,6 +9,7 @@ from typing import Literal
 from kvd.errors import KvdError
 from kvd.ids import AgentId, Namespace, RequestId
 from kvd.scheduler.sampling import LogitsHook, SamplingParams
+from kvd.scheduler.state import Priority
 from kvd.vm.prefix import MatchKind
 from kvd.vm.text import TypedText
 
@@ -44,6 +45,8 @@ class TurnRequest:
         method: the protocol's method, for the request's log line.
         hooks: further logits hooks, run after those that `sampling` stands for.
         on_context_full: what to do when prompt and `max_tokens` exceed the model's context.
+        priority: `background` starts when nothing `interactive` waits (see `kvd.scheduler.state`).
+        timeout_s: it is cancelled so long after it came; None for never.
         connection: number of the caller's connection, for the log line.
         peer_pid: the caller's process, for the log line.
     """
@@ -59,6 +62,8 @@ class TurnRequest:
     method: str = "generate"
     hooks: tuple[LogitsHook, ...] = ()
     on_context_full: OnContextFull = "error"
+    priority: Priority = "interactive"
+    timeout_s: float | None = None
     connection: int | None = None
     peer_pid: int | None = None
 

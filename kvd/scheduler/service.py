@@ -171,6 +171,8 @@ class KvdService:
             stop=params.stop(),
             emit=emit,
             on_context_full="error" if append else params.on_context_full(),
+            priority="interactive" if append else params.priority(),
+            timeout_s=None if append else params.timeout_s(),
             connection=context.peer.connection,
             peer_pid=context.peer.pid,
         )

@@ -1,25 +1,45 @@
 """The scheduler as a pure state machine: events in, instructions out. No thread, clock, array or file.
 
-One request runs at a time here; the queue is real: bounded, in order, with cancellation at any place. Batching
-widens `running` to a set without changing the events.
+Theory of operation. Up to `max_running` requests run at once, of different agents: requests that name the same agent
+run one after the other, in the order they came (a fork names two agents). Who starts next, among the first of each
+agent's line: the engine's own work, then whoever was passed over `MAX_PASSED` times, then `interactive` before
+`background`; between equals the client that was served longest ago, then the agent that was, then the order of arrival.
+So nobody waits for ever: a request is overtaken by a bounded number of later ones.
 
 May import kvd.ids and kvd.errors.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from kvd.ids import RequestId
+
+Priority = Literal["interactive", "background"]
+
+MAX_PASSED = 32
+"""A request that so many later ones have overtaken goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request came in; `first`: the engine's own, ahead of all that wait, refused to nobody."""
+    """A request came in.
+
+    Attributes:
+        request: its id.
+        first: the engine's own, ahead of all that wait, refused to nobody.
+        agents: agents it works on, alone; none: only the order of arrival counts.
+        client: whom it is fair to.
+        priority: `background` waits for `interactive`.
+    """
 
     request: RequestId
     first: bool = False
+    agents: tuple[Hashable, ...] = ()
+    client: Hashable = None
+    priority: Priority = "interactive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +51,7 @@ class CancelWanted:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The running request ended, however."""
+    """A running request ended, however."""
 
     request: RequestId
 
@@ -61,7 +81,7 @@ class TellQueued:
 
 @dataclass(frozen=True, slots=True)
 class StopRunning:
-    """End the running request at its next step boundary, keeping what it computed."""
+    """End a running request at its next step boundary, keeping what it computed."""
 
     request: RequestId
 
@@ -96,69 +116,130 @@ class Scheduler:
 
     Args:
         max_queued: requests that may wait; one more is refused.
+        max_running: requests that run at once.
     """
 
-    def __init__(self, *, max_queued: int) -> None:
+    def __init__(self, *, max_queued: int, max_running: int = 1) -> None:
         self._max_queued = max_queued
-        self._queue: deque[RequestId] = deque()
-        self._running: RequestId | None = None
+        self._max_running = max_running
+        self._queue: list[Submitted] = []
+        self._running: dict[RequestId, Submitted] = {}
+        self._passed: dict[RequestId, int] = {}
+        self._served: dict[tuple[str, Hashable], int] = {}
+        self._starts = 0
         self._draining = False
 
     @property
-    def running(self) -> RequestId | None:
-        """The request being worked on."""
-        return self._running
+    def running(self) -> tuple[RequestId, ...]:
+        """The requests being worked on, in the order they started."""
+        return tuple(self._running)
 
     @property
     def queued(self) -> tuple[RequestId, ...]:
-        """Waiting requests in order."""
-        return tuple(self._queue)
+        """Waiting requests in the order they came, the engine's own first."""
+        return tuple(entry.request for entry in self._queue)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many run and how many wait; may be read from any thread."""
+        return len(self._running), len(self._queue)
 
     @property
     def is_idle(self) -> bool:
         """Nothing runs and nothing waits."""
-        return self._running is None and not self._queue
+        return not self._running and not self._queue
 
     def handle(self, event: SchedulerEvent) -> tuple[SchedulerInstruction, ...]:
-        """Take one event, return what to do, in order."""
+        """Take one event, return what to do, in order.
+
+        Raises:
+            ValueError: a request finished that does not run; nothing changed.
+        """
         match event:
-            case Submitted(request, first):
-                return self._submit(request, first=first)
+            case Submitted():
+                return self._submit(event)
             case CancelWanted(request):
                 return self._cancel(request)
             case Finished(request):
-                if request != self._running:
-                    raise ValueError(f"request {request} finished but {self._running} is running")
-                self._running = None
+                if request not in self._running:
+                    raise ValueError(f"request {request} finished but {list(self._running)} are running")
+                del self._running[request]
                 return self._start_next()
             case DrainWanted():
                 self._draining = True
                 return ()
 
-    def _submit(self, request: RequestId, *, first: bool) -> tuple[SchedulerInstruction, ...]:
-        if first and not self.is_idle:
-            self._queue.appendleft(request)
-            return ()
-        if self._draining and not first:
-            return (RefuseDraining(request),)
-        if self._running is None and not self._queue:
-            self._running = request
-            return (Start(request),)
-        if len(self._queue) >= self._max_queued:
-            return (RefuseBusy(request, len(self._queue)),)
-        self._queue.append(request)
-        return (TellQueued(request, len(self._queue)),)
+    def _submit(self, entry: Submitted) -> tuple[SchedulerInstruction, ...]:
+        if self._draining and not entry.first:
+            return (RefuseDraining(entry.request),)
+        if entry.first:
+            self._queue.insert(0, entry)
+            return self._start_next()
+        self._queue.append(entry)
+        started = self._start_next()
+        if entry not in self._queue:
+            return started
+        waiting = len(self._queue)
+        if waiting > self._max_queued:
+            self._queue.remove(entry)
+            return (*started, RefuseBusy(entry.request, waiting - 1))
+        return (*started, TellQueued(entry.request, waiting))
 
     def _cancel(self, request: RequestId) -> tuple[SchedulerInstruction, ...]:
-        if request == self._running:
+        if request in self._running:
             return (StopRunning(request),)
-        if request in self._queue:
-            self._queue.remove(request)
-            return (DropQueued(request),)
+        for entry in self._queue:
+            if entry.request == request:
+                self._queue.remove(entry)
+                self._passed.pop(request, None)
+                return (DropQueued(request), *self._start_next())  # it may have stood before others of its agents
         return ()  # it ended while the cancellation was on its way
 
+    # ---- who is next ------------------------------------------------------------------------------------------------
+
     def _start_next(self) -> tuple[SchedulerInstruction, ...]:
-        if not self._queue:
-            return ()
-        self._running = self._queue.popleft()
-        return (Start(self._running),)
+        """Start what may start, one after the other."""
+        instructions: list[SchedulerInstruction] = []
+        while len(self._running) < self._max_running:
+            entry = min(self._heads(), key=self._rank, default=None)
+            if entry is None:
+                break
+            self._begin(entry)
+            instructions.append(Start(entry.request))
+        return tuple(instructions)
+
+    def _heads(self) -> Iterator[Submitted]:
+        """Waiting requests, in order, that nothing running or waiting before them concerns an agent of."""
+        busy = {agent for entry in self._running.values() for agent in entry.agents}
+        for entry in self._queue:
+            if busy.isdisjoint(entry.agents):
+                yield entry
+            busy.update(entry.agents)
+
+    def _rank(self, entry: Submitted) -> tuple[bool, bool, bool, int, int]:
+        """Less is sooner; `min` takes the first of equals, so the order of arrival decides."""
+        overdue = self._passed.get(entry.request, 0) >= MAX_PASSED
+        served = [self._served.get(("agent", agent), 0) for agent in entry.agents]
+        return (
+            not entry.first,
+            not overdue,
+            entry.priority != "interactive" and not overdue,
+            0 if overdue else self._served.get(("client", entry.client), 0),
+            0 if overdue else max(served, default=0),
+        )
+
+    def _begin(self, entry: Submitted) -> None:
+        for other in self._queue[: self._queue.index(entry)]:
+            self._passed[other.request] = self._passed.get(other.request, 0) + (not entry.first)
+        self._queue.remove(entry)
+        self._passed.pop(entry.request, None)
+        self._running[entry.request] = entry
+        if entry.first:
+            return
+        self._starts += 1
+        self._served[("client", entry.client)] = self._starts
+        self._served.update({("agent", agent): self._starts for agent in entry.agents})
+        present = [*self._queue, *self._running.values()]
+        known: set[tuple[str, Hashable]] = {("client", each.client) for each in present}
+        known |= {("agent", agent) for each in present for agent in each.agents}
+        self._served = {key: start for key, start in self._served.items() if key in known}

@@ -1,8 +1,9 @@
 """One turn: match, fault in, prefill, decode, commit. A generator that the engine resumes.
 
-Theory of operation. A turn is a generator: it yields `None` at each step boundary (the engine then looks at its inbox,
-so a cancellation acts within one step) or a condition it waits for (pages being read, a log record being synced).
-Nothing of the agent changes before admission: a request that is refused leaves it as it was.
+Theory of operation. A turn is a generator: it yields the steps of the model it wants (the engine runs them together
+with those of other turns and looks at its inbox in between, so a cancellation acts within one step) or a condition it
+waits for (room beside other turns, pages being read, a log record being synced). Nothing of the agent changes before
+admission: a request that is refused leaves it as it was.
 
     match text -> admit -> (fork on divergence) -> activate -> [grow, step] * chunks -> [sample, grow, step] * tokens
     -> cut overshoot -> wait for page writes -> append the log record -> reply
@@ -21,13 +22,14 @@ from typing import TYPE_CHECKING
 
 from kvd.errors import Cancelled, InvalidParams, KvdError
 from kvd.quant.spec import PAGE_TOKENS
-from kvd.scheduler.admission import new_tokens, refuse_long_text, refuse_over_budget
+from kvd.scheduler.admission import new_tokens, refuse_long_text, refuse_over_budget, reserve
 from kvd.scheduler.agents import Agent, Branch, rest_of
 from kvd.scheduler.commit import Committed, Committing, commit
 from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
+from kvd.scheduler.reserving import Reservation
 from kvd.scheduler.sampling import Sampler
-from kvd.scheduler.waiting import Wait, fault_in
+from kvd.scheduler.waiting import Wait, Waiting, fault_in
 from kvd.vm.events import Activated, Deactivated, Pinned, Unpinned
 from kvd.vm.prefix import Match, StoredText, best_match
 from kvd.vm.text import TypedText
@@ -79,6 +81,7 @@ class Plan:
         ids: its token ids.
         lengths: bytes each id stands for.
         max_tokens: new tokens that there is room for, at most as many as were asked for.
+        needed_bytes: working set at its largest, and what others have pinned.
     """
 
     source: Branch
@@ -87,6 +90,7 @@ class Plan:
     ids: list[int]
     lengths: list[int]
     max_tokens: int
+    needed_bytes: int
 
 
 def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnResult]:
@@ -104,13 +108,28 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
         plan = _plan(core, agent, request)
         state.request = replace(request, max_tokens=plan.max_tokens)
         state.is_shortened = plan.max_tokens < request.max_tokens
-        return (yield from _carry_out(core, agent, plan, sampler, state))
+        reservation = reserve(core, plan.source, plan.needed_bytes)
+        try:
+            yield from _until_in(core, reservation, state)
+            return (yield from _carry_out(core, agent, plan, sampler, state))
+        finally:
+            core.reservations.release(reservation)
     finally:
         if is_new and not agent.logged and not any(branch.tokens for branch in agent.branches.values()):
             core.discard_agent(agent)
 
 
 # ---- before anything changes ----------------------------------------------------------------------------------------
+
+
+def _until_in(core: EngineCore, reservation: Reservation, state: TurnState) -> Waiting:
+    """Wait until the turn's working set fits beside those of the others; nothing of the agent changes before."""
+    if core.reservations.is_in(reservation):
+        return
+    began_s = core.clock()
+    state.request.emit({"type": "queued", "position": core.reservations.waiting})
+    yield from core.reservations.until_in(reservation, state.stop)
+    state.times.queued_s += core.clock() - began_s
 
 
 def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
@@ -123,8 +142,8 @@ def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
     if not prompt_tokens:
         raise InvalidParams("the text is empty; send at least one character", parameter="text")
     max_tokens = new_tokens(core, request, prompt_tokens)
-    refuse_over_budget(core, agent, source, prompt_tokens + max_tokens)
-    return Plan(source, match, suffix, ids, lengths, max_tokens)
+    needed_bytes = refuse_over_budget(core, agent, source, prompt_tokens + max_tokens)
+    return Plan(source, match, suffix, ids, lengths, max_tokens, needed_bytes)
 
 
 def _match(agent: Agent, request: TurnRequest) -> tuple[int, Match]:

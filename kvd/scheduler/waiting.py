@@ -1,8 +1,9 @@
 """Waiting for pages inside turns and jobs: every wait ends by itself, by cancellation, or with a reason.
 
-A request waits for one of three things: pages that are being read, room that is being made, an answer of the store.
-The last always comes. Room may not: while the disk refuses writes, RAM can fill with pages and tails that must not be
-dropped. Such a wait ends after `STUCK_S` with an error, since nobody else can run meanwhile and save what is unsaved.
+A request waits for one of five things: pages that are being read, room that is being made, an answer of the store, its
+turn to be let in (`kvd.scheduler.reserving`), a step of the model. The last three always come. Room may not: while the
+disk refuses writes, RAM can fill with pages and tails that must not be dropped. Such a wait ends with an error once
+nobody has got anywhere for `STUCK_S`.
 
 May import kvd.errors, kvd.ids and kvd.vm.
 """
@@ -10,6 +11,7 @@ May import kvd.errors, kvd.ids and kvd.vm.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,17 +24,74 @@ from kvd.vm.pager import Pager
 if TYPE_CHECKING:
     from kvd.scheduler.agents import Branch
     from kvd.scheduler.core import EngineCore
-
-Wait = Callable[[], bool] | None
-"""What a turn or job yields. None: step boundary. Otherwise: resume when it returns True."""
-
-Waiting = Generator[Wait, None, None]
+    from kvd.scheduler.sampling import Logits
 
 Stop = Callable[[], str | None]
 """The reason why the request is to end, or None while it may go on."""
 
 STUCK_S = 5.0
 """How long a request waits for room while nothing is under way that could make any."""
+
+
+@dataclass(eq=False, slots=True)
+class StepWanted:
+    """A step of the model that a request waits for; whoever runs it calls `succeed` or `fail`. Engine thread only.
+
+    Attributes:
+        branch: its space is active, ready, and has frames for the tokens.
+        ids: tokens to compute; in a replay the last one.
+        stop: why the request is to end, if it is; a step that has not run then never does.
+        wants_logits: of the last token.
+        replays: the KV of `ids` exists: only the logits are wanted.
+        logits: [vocab], if wanted, once it is done.
+        error: what it failed with; none of the tokens count then.
+        done: it ran.
+    """
+
+    branch: Branch
+    ids: Sequence[int]
+    stop: Stop
+    wants_logits: bool = True
+    replays: bool = False
+    logits: Logits | None = None
+    error: Exception | None = None
+    done: bool = False
+
+    def __call__(self) -> bool:
+        """Whether the request can go on."""
+        return self.done or self.stop() is not None
+
+    @property
+    def is_decode(self) -> bool:
+        """One token whose logits are wanted: a row of a batch."""
+        return self.wants_logits and len(self.ids) == 1
+
+    def succeed(self, logits: Logits | None) -> None:
+        """It ran, and its tokens count."""
+        self.logits, self.done = logits, True
+
+    def fail(self, error: Exception) -> None:
+        """It ran and failed, and none of its tokens counts."""
+        self.error, self.done = error, True
+
+    def result(self) -> Logits | None:
+        """Logits [vocab] of the last token when wanted.
+
+        Raises:
+            Cancelled: it did not run, since `stop` said so.
+            Exception: what it failed with.
+        """
+        if not self.done:
+            raise_if_stopped(self.stop)
+        if self.error is not None:
+            raise self.error
+        return self.logits
+
+
+Wait = Callable[[], bool] | StepWanted | None
+"""What a turn or job yields. None: step boundary. A step: resume when it ran. Otherwise: when it returns True."""
+
+Waiting = Generator[Wait, None, None]
 
 
 def never() -> str | None:
@@ -56,13 +115,16 @@ def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop) -> Waiti
         Cancelled: `stop` said so.
         Busy: RAM is full of what the disk has not taken.
     """
-    began_s = core.clock()
+    progress, since_s = core.progress, core.clock()
     if core.pager.writes_fail:
         core.memory.apply(RetryWanted())  # room may depend on it
 
     def stuck() -> bool:
+        nonlocal progress, since_s
+        if core.progress != progress:  # others run: what they hold, they will let go of
+            progress, since_s = core.progress, core.clock()
         # the figures walk all pages, so they are asked for only when time has passed
-        return core.clock() - began_s > STUCK_S and core.pager.statistics().in_flight_bytes == 0
+        return core.clock() - since_s > STUCK_S and core.pager.statistics().in_flight_bytes == 0
 
     yield lambda: ready() or stop() is not None or stuck()
     if ready():

@@ -30,8 +30,10 @@ from kvd.scheduler.memory import Memory
 from kvd.scheduler.requests import AgentRef, JobRequest, OnContextFull, TurnRequest, TurnResult
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.sampling import LogitsHook, SamplingParams
+from kvd.scheduler.steps import run_steps
 from kvd.scheduler.store_door import StoreDoor, SwapQueue
 from kvd.scheduler.turn import TurnState, run_turn
+from kvd.scheduler.waiting import StepWanted
 from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
 from kvd.store.recovery import recover
@@ -323,6 +325,8 @@ class World:
                 resumed()
                 if wait is None or wait():
                     wait = next(work)
+                    if isinstance(wait, StepWanted):
+                        run_steps(self.core, [wait])
                     idle_ticks = 0
                 elif not self.step_store():
                     idle_ticks += 1

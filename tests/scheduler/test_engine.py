@@ -242,7 +242,7 @@ def test_requests_run_in_order_and_are_told_their_place(runner: Runner) -> None:
     assert first.result["match"] == "new"
     assert second.result["prompt_tokens"] >= 3
     assert third.result["pinned"] is True
-    assert second.events[0] == {"type": "queued", "position": 1}
+    assert second.events[0] == {"type": "queued", "position": 1, "wait_s": 0.0}
     assert [line.method for line in runner.lines] == ["generate", "generate", "agent.pin"]
     assert runner.engine.queue_facts == {"running": 0, "queued": 0}
 

@@ -1,6 +1,8 @@
-"""The queue: every request is answered once, in order, whatever is cancelled or drained."""
+"""The queue: every request is answered once, in order and fairly, whatever is cancelled or drained."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import pytest
 from hypothesis import given
@@ -8,10 +10,12 @@ from hypothesis import strategies as st
 
 from kvd.ids import RequestId
 from kvd.scheduler.state import (
+    MAX_PASSED,
     CancelWanted,
     DrainWanted,
     DropQueued,
     Finished,
+    Priority,
     RefuseBusy,
     RefuseDraining,
     Scheduler,
@@ -22,69 +26,209 @@ from kvd.scheduler.state import (
     TellQueued,
 )
 
+AGENTS = st.lists(st.sampled_from("abc"), max_size=2, unique=True).map(tuple)
+SUBMIT = st.tuples(
+    st.just("submit"), AGENTS, st.sampled_from("xy"), st.sampled_from(["interactive", "background"]), st.booleans()
+)
 ACTIONS = st.lists(
     st.one_of(
-        st.just(("submit", 0)),
-        st.tuples(st.just("cancel"), st.integers(0, 40)),
-        st.just(("finish", 0)),
-        st.just(("drain", 0)),
+        SUBMIT,
+        st.tuples(st.just("cancel"), st.integers(1, 40)),
+        st.tuples(st.just("finish"), st.integers(0, 3)),
+        st.just(("drain",)),
     ),
     max_size=80,
 )
 
 
-@given(max_queued=st.integers(1, 5), actions=ACTIONS)
-def test_every_request_is_answered_once_and_in_order(max_queued: int, actions: list[tuple[str, int]]) -> None:
-    """Each request ends once: finished, dropped or refused; they start in the order they came; the queue is bounded."""
-    scheduler = Scheduler(max_queued=max_queued)
-    submitted = 0
-    draining = False
-    started: list[int] = []
-    ended: list[int] = []
-    stopped: set[int] = set()
+class Book:
+    """What became of each request, checked as it happens.
 
-    def carry_out(instructions: tuple[SchedulerInstruction, ...]) -> None:
+    Args:
+        max_queued: requests that may wait.
+        max_running: requests that may run at once.
+    """
+
+    def __init__(self, max_queued: int, max_running: int) -> None:
+        self.scheduler = Scheduler(max_queued=max_queued, max_running=max_running)
+        self.max_queued = max_queued
+        self.max_running = max_running
+        self.submitted: dict[int, Submitted] = {}
+        self.running: set[int] = set()
+        self.started: list[int] = []
+        self.ended: list[int] = []
+        self.draining = False
+
+    def submit(
+        self,
+        *agents: Hashable,
+        client: Hashable = None,
+        priority: Priority = "interactive",
+        first: bool = False,
+    ) -> RequestId:
+        """The next request comes in."""
+        event = Submitted(RequestId(len(self.submitted) + 1), first, agents, client, priority)
+        self.submitted[event.request] = event
+        self.carry_out(self.scheduler.handle(event))
+        return event.request
+
+    def finish(self, request: int) -> None:
+        """A running request ends."""
+        self.running.remove(request)
+        self.ended.append(request)
+        self.carry_out(self.scheduler.handle(Finished(RequestId(request))))
+
+    def drop(self, request: int) -> None:
+        """Cancel a request."""
+        self.carry_out(self.scheduler.handle(CancelWanted(RequestId(request))))
+
+    def drain(self) -> None:
+        """Take nothing more."""
+        self.draining = True
+        self.carry_out(self.scheduler.handle(DrainWanted()))
+
+    def carry_out(self, instructions: tuple[SchedulerInstruction, ...]) -> None:
+        """Do what the scheduler says, if it may say so."""
         for instruction in instructions:
             match instruction:
                 case Start(request):
-                    assert len(started) - sum(one in ended for one in started) == 0, "one request runs at a time"
-                    started.append(request)
+                    mine = set(self.submitted[request].agents)
+                    assert request not in self.started
+                    assert all(mine.isdisjoint(self.submitted[other].agents) for other in self.running)
+                    self.started.append(request)
+                    self.running.add(request)
                 case DropQueued(request):
-                    assert request not in started
-                    ended.append(request)
+                    assert request not in self.started
+                    self.ended.append(request)
                 case RefuseBusy(request, queued):
-                    assert queued == max_queued
-                    ended.append(request)
+                    assert queued >= self.max_queued
+                    self.ended.append(request)
                 case RefuseDraining(request):
-                    assert draining
-                    ended.append(request)
+                    assert self.draining
+                    self.ended.append(request)
                 case StopRunning(request):
-                    assert request == scheduler.running
-                    stopped.add(request)
+                    assert request in self.running
                 case TellQueued(request, position):
-                    assert scheduler.queued[position - 1] == request
+                    assert self.scheduler.queued[position - 1] == request
+        assert set(self.scheduler.running) == self.running
+        assert len(self.running) <= self.max_running
+        assert self.scheduler.counts == (len(self.running), len(self.scheduler.queued))
+        assert self.scheduler.is_idle == (not self.running and not self.scheduler.queued)
 
-    for action, number in actions:
-        running = scheduler.running
-        if action == "submit":
-            submitted += 1
-            carry_out(scheduler.handle(Submitted(RequestId(submitted))))
-        elif action == "cancel":
-            carry_out(scheduler.handle(CancelWanted(RequestId(number))))
-        elif action == "finish" and running is not None:
-            ended.append(running)
-            carry_out(scheduler.handle(Finished(running)))
-        elif action == "drain":
-            draining = True
-            carry_out(scheduler.handle(DrainWanted()))
-        assert len(scheduler.queued) <= max_queued
-        assert scheduler.is_idle == (scheduler.running is None and not scheduler.queued)
-    while scheduler.running is not None:
-        ended.append(scheduler.running)
-        carry_out(scheduler.handle(Finished(scheduler.running)))
-    assert sorted(ended) == list(range(1, submitted + 1))
-    assert started == sorted(started)
-    assert stopped <= set(started)
+
+@given(max_queued=st.integers(1, 5), max_running=st.integers(1, 3), actions=ACTIONS)
+def test_every_request_is_answered_once(max_queued: int, max_running: int, actions: list[tuple[object, ...]]) -> None:
+    """Each ends once: finished, dropped or refused; those of one agent run one by one, in the order they came (P33)."""
+    book = Book(max_queued, max_running)
+    for action in actions:
+        match action:
+            case ("submit", tuple() as agents, str() as client, ("interactive" | "background") as priority, first):
+                book.submit(*agents, client=client, priority=priority, first=first is True)
+            case ("cancel", int() as number) if number in book.submitted:
+                book.drop(number)
+            case ("finish", int() as number) if book.running:
+                book.finish(sorted(book.running)[number % len(book.running)])
+            case ("drain",):
+                book.drain()
+        idle = max_running - len(book.running)
+        busy = {agent for request in book.running for agent in book.submitted[request].agents}
+        for waiting in book.scheduler.queued:
+            agents = set(book.submitted[waiting].agents)
+            assert not idle or not busy.isdisjoint(agents), "a place is free and nothing stands in the way"
+            busy |= agents
+    while book.running:
+        book.finish(min(book.running))
+    assert sorted(book.ended) == sorted(book.submitted)
+    for agent in "abc":
+        line = [n for n in book.started if agent in book.submitted[n].agents and not book.submitted[n].first]
+        assert line == sorted(line)
+
+
+def test_others_do_not_wait_for_an_agents_line() -> None:
+    """Two requests to one agent never run together; a third, to another agent, starts at once beside the first."""
+    book = Book(4, 2)
+    book.submit("a")
+    book.submit("a")
+    book.submit("b")
+    assert book.scheduler.running == (1, 3)
+    assert book.scheduler.queued == (2,)
+    book.finish(3)
+    assert book.scheduler.running == (1,)
+    book.finish(1)
+    assert book.scheduler.running == (2,)
+
+
+def test_a_fork_keeps_both_its_agents_to_itself() -> None:
+    """A fork of `a` to `b` runs beside neither; what comes later for either waits for it."""
+    book = Book(4, 4)
+    book.submit("a")
+    book.submit("a", "b")
+    book.submit("b")
+    assert book.scheduler.running == (1,)
+    book.finish(1)
+    assert book.scheduler.running == (2,)
+    book.finish(2)
+    assert book.scheduler.running == (3,)
+
+
+def test_a_cancelled_request_makes_way_for_its_line() -> None:
+    """The request that kept another of its agents waiting is gone: the other starts without anything ending."""
+    book = Book(4, 2)
+    book.submit("a")
+    book.submit("a", "b")
+    book.submit("b")
+    book.drop(2)
+    assert book.scheduler.running == (1, 3)
+
+
+def test_clients_take_turns() -> None:
+    """A client with a long line of agents does not shut out one that asks for one."""
+    book = Book(9, 1)
+    for agent in "abcd":
+        book.submit(agent, client="many")
+    book.submit("e", client="one")
+    book.submit("f", client="one")
+    for _ in range(6):
+        book.finish(*book.scheduler.running)
+    assert book.started == [1, 5, 2, 6, 3, 4]
+
+
+def test_agents_of_one_client_take_turns() -> None:
+    """Of one client's agents the one that was served longest ago is next."""
+    book = Book(9, 1)
+    for agent in "aaab":
+        book.submit(agent, client="x")
+    for _ in range(4):
+        book.finish(*book.scheduler.running)
+    assert book.started == [1, 4, 2, 3]
+
+
+def test_background_waits_for_interactive_but_not_for_ever() -> None:
+    """Interactive requests go first; after `MAX_PASSED` of them the background one has its turn all the same."""
+    book = Book(9, 1)
+    book.submit("a")
+    late = book.submit("b", priority="background")
+    for _ in range(MAX_PASSED + 1):
+        book.submit("c")
+        book.submit("d", priority="background") if len(book.submitted) == 3 else None
+        if late in book.started:
+            break
+        book.finish(*book.scheduler.running)
+    assert late not in book.started[:-1]
+    book.finish(*book.scheduler.running)
+    assert late in book.started
+    assert book.started.index(late) <= MAX_PASSED + 2
+
+
+def test_the_engines_own_work_goes_first_but_not_beside_its_agent() -> None:
+    """A retry of a save waits for the agent's running turn alone, before all that waits."""
+    book = Book(1, 1)
+    book.submit("a")
+    book.submit("b")
+    book.submit("a", first=True)
+    assert book.scheduler.queued == (3, 2)
+    book.finish(1)
+    assert book.scheduler.running == (3,)
 
 
 def test_a_drain_does_what_is_queued_and_refuses_what_comes() -> None:
@@ -99,10 +243,10 @@ def test_a_drain_does_what_is_queued_and_refuses_what_comes() -> None:
     assert scheduler.is_idle
 
 
-def test_only_the_running_request_can_finish() -> None:
+def test_only_a_running_request_can_finish() -> None:
     """An end that does not fit is our bug, and nothing changes."""
     scheduler = Scheduler(max_queued=1)
     scheduler.handle(Submitted(RequestId(1)))
-    with pytest.raises(ValueError, match="request 2 finished but 1 is running"):
+    with pytest.raises(ValueError, match=r"request 2 finished but \[1\] are running"):
         scheduler.handle(Finished(RequestId(2)))
-    assert scheduler.running == 1
+    assert scheduler.running == (1,)

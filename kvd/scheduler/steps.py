@@ -1,0 +1,60 @@
+"""Steps of the model that running requests want, carried out for all of them at once.
+
+A turn or job yields a `StepWanted` (`kvd.scheduler.waiting`) when the pages of its space are there; the engine collects
+the wants of an iteration and gives them to `run_steps`, which fills in what came of each. A row that fails is its own
+request's fault: the others get their logits. What breaks the books (`EngineBroken`) is raised.
+
+Owner: the engine thread. May import kvd.model (through the core) and siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvd.scheduler.sampling import Logits
+from kvd.scheduler.waiting import StepWanted
+
+if TYPE_CHECKING:
+    from kvd.scheduler.core import EngineCore
+
+
+def run_steps(core: EngineCore, wants: Sequence[StepWanted]) -> None:
+    """Compute steps of different branches and fill in their results; each want is done afterwards.
+
+    Raises:
+        EngineBroken: books and memory do not agree any more.
+    """
+    for want in wants:
+        _run_alone(core, want)
+    core.stats.note_steps(rows=len(wants), is_chunk=not all(want.is_decode for want in wants))
+
+
+def _run_alone(core: EngineCore, want: StepWanted) -> None:
+    branch = want.branch
+    try:
+        sequence = core.sequence(branch)
+        try:
+            if want.replays:
+                logits: Logits | None = core.forward.replay(sequence, want.ids[-1])
+            else:
+                logits = core.forward.step(sequence, want.ids, wants_logits=want.wants_logits)
+        except BaseException:
+            sequence.abort_step()
+            raise
+        _count(core, want)
+    except Exception as error:  # belongs to the request
+        want.fail(error)
+    else:
+        want.succeed(logits)
+
+
+def _count(core: EngineCore, want: StepWanted) -> None:
+    """The tokens of a step have KV from here on."""
+    branch, tokens = want.branch, len(want.ids)
+    if want.replays:
+        core.stats.tokens_replayed += 1
+        return
+    core.memory.append(branch.space, tokens, core.page_keys(branch, tokens))
+    branch.computed += tokens
+    core.stats.tokens_computed += tokens
