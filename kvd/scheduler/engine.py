@@ -183,13 +183,14 @@ class Engine:
 
     def _turn_over(self) -> None:
         """Once round the loop."""
-        started = [*self._beside, *self._running.values()]
-        ready = [held for held in started if held.can_go_on()]
-        self._take_messages(block=not ready and all(held.step is None for held in started))
+        self._take_messages(block=False)
         self._tick()
+        ready = [held for held in (*self._beside, *self._running.values()) if held.can_go_on()]
         for held in ready:
             self._go_on(held)
-        self._iterate()
+        # the model runs when all who can want a step do, so that they share it
+        if not ready and not self._iterate() and not self._stopping:
+            self._take_messages(block=True)
         self.last_progress_s = time.monotonic()
 
     def _die(self, cause: BaseException) -> None:
@@ -237,18 +238,19 @@ class Engine:
             case Drain():
                 self.drained.set()
 
-    def _iterate(self) -> None:
-        """Run the model once, for whoever waits for it."""
+    def _iterate(self) -> bool:
+        """Run the model once, for whoever waits for it; False when nobody does."""
         assert self._core is not None
         wanted = {number: step for number, held in self._running.items() if (step := held.step) is not None}
         if not wanted:
-            return
+            return False
         decodes = [number for number, step in wanted.items() if step.is_decode]
         prefills = [number for number, step in wanted.items() if not step.is_decode]
         iteration = self._planner.plan(decodes, prefills)
         began_s = self._core.clock()
         run_steps(self._core, [wanted[number] for number in iteration.requests])
         self._planner.ran(iteration, self._core.clock() - began_s, decoding=bool(decodes))
+        return True
 
     def _take_messages(self, *, block: bool) -> None:
         try:

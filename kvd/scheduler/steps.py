@@ -1,10 +1,11 @@
 """Steps of the model that running requests want, carried out for all of them at once.
 
-A turn or job yields a `StepWanted` (`kvd.scheduler.waiting`) when the pages of its space are there; the engine collects
-the wants of an iteration and gives them to `run_steps`, which fills in what came of each. A row that fails is its own
-request's fault: the others get their logits. What breaks the books (`EngineBroken`) is raised.
+A turn or job yields a `StepWanted` (`kvd.scheduler.waiting`) when the pages of its space are there; the engine gathers
+the wants of an iteration and gives them to `run_steps`, which fills in what came of each. Decode steps run in one
+forward pass. When that fails no row's tokens count, so each row is run again alone: the one whose fault it is fails,
+the others get their logits. What breaks the books (`EngineBroken`) is raised.
 
-Owner: the engine thread. May import kvd.model (through the core) and siblings.
+Owner: the engine thread. May import kvd.model.batch_cache and siblings.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvd.model.batch_cache import BatchCache
 from kvd.scheduler.sampling import Logits
 from kvd.scheduler.waiting import StepWanted
 
@@ -25,9 +27,29 @@ def run_steps(core: EngineCore, wants: Sequence[StepWanted]) -> None:
     Raises:
         EngineBroken: books and memory do not agree any more.
     """
-    for want in wants:
+    together = len(wants) > 1 and all(want.is_decode for want in wants) and _run_together(core, wants)
+    for want in () if together else wants:
         _run_alone(core, want)
     core.stats.note_steps(rows=len(wants), is_chunk=not all(want.is_decode for want in wants))
+
+
+def _run_together(core: EngineCore, wants: Sequence[StepWanted]) -> bool:
+    """One forward pass for decode steps; False when it failed: no want is done then, and each may be run alone."""
+    try:
+        batch = BatchCache.merge([core.sequence(want.branch) for want in wants])
+        replays = {row for row, want in enumerate(wants) if want.replays}
+        logits = core.forward.step_batch(batch, [want.ids for want in wants], replays=replays)
+    except Exception as error:  # alone it shows whose fault it is
+        core.log("batch_failed", rows=len(wants), error=f"{type(error).__name__}: {error}")
+        return False
+    for row, want in enumerate(wants):
+        try:
+            _count(core, want)
+        except Exception as error:  # belongs to the request
+            want.fail(error)
+        else:
+            want.succeed(logits[row])
+    return True
 
 
 def _run_alone(core: EngineCore, want: StepWanted) -> None:

@@ -67,6 +67,8 @@ class FakeModel:
     def __init__(self, vocab: int, seed: int = 0) -> None:
         self.args = SimpleNamespace(tie_word_embeddings=False)
         self.fail_at: int | None = None
+        self.fail_on: int | None = None
+        self.batches: list[int] = []
         self.steps = 0
         self.tokens_seen = 0
         self._weights = make_weights(vocab, seed)
@@ -81,20 +83,21 @@ class FakeModel:
         return np.ascontiguousarray(k), np.ascontiguousarray(v)
 
     def model(self, ids: mx.array, cache: Any) -> mx.array:
-        """Hidden states [1, 1, DIM] of the last token (nobody asks for the others, and no K or V depends on them)."""
+        """Hidden states [rows, 1, DIM] of the last tokens (nobody asks for others, and no K or V depends on them)."""
         self.steps += 1
-        tokens = np.array(ids)[0]
-        start = cache[0].offset
-        hidden = mx.array(self._weights.queries[tokens[-1:]])[None]
+        rows = np.array(ids)
+        self.batches.append(len(rows))
+        starts = np.broadcast_to(np.array(cache[0].offset), len(rows)).tolist()
+        hidden = mx.array(self._weights.queries[rows[:, -1:]])
         for layer, each in enumerate(cache):
-            k, v = self.kv(layer, tokens, start)
-            each.update_and_fetch(mx.array(k)[None], mx.array(v)[None])
-            if self.steps == self.fail_at:
+            pairs = [self.kv(layer, row, start) for row, start in zip(rows, starts, strict=True)]
+            each.update_and_fetch(mx.array(np.stack([k for k, _ in pairs])), mx.array(np.stack([v for _, v in pairs])))
+            if self.steps == self.fail_at or self.fail_on in rows:
                 raise RuntimeError("the model broke in the middle of a step")
-            queries = mx.broadcast_to(hidden[:, None], (1, LAYERS[layer].kv_heads, 1, DIM))
+            queries = mx.broadcast_to(hidden[:, None], (len(rows), LAYERS[layer].kv_heads, 1, DIM))
             out = each.attend(queries, scale=DIM**-0.5, mask=each.make_mask(1))
             hidden = hidden + mx.sum(out, axis=1)
-        self.tokens_seen += len(tokens)
+        self.tokens_seen += rows.size
         return hidden
 
     def lm_head(self, hidden: mx.array) -> mx.array:

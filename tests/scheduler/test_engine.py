@@ -107,8 +107,19 @@ class Answer:
 class Runner:
     """An engine on a real folder with a real swap thread and the fake model."""
 
-    def __init__(self, root: Path, codec: TextCodec, *, max_queued: int = 4) -> None:
+    def __init__(
+        self,
+        root: Path,
+        codec: TextCodec,
+        *,
+        max_queued: int = 4,
+        budget_bytes: int = 1 << 22,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
         self.root = root
+        self.budget_bytes = budget_bytes
+        self.clock = clock
         self.codec = codec
         self.fs = RefusingFileSystem()
         self.model = FakeModel(codec.token_count)
@@ -123,6 +134,7 @@ class Runner:
             on_ready=self.on_ready,
             on_request_done=self.lines.append,
             check=True,
+            **options,
         )
 
     def build(self, deliver: Callable[[SwapResult], None]) -> EngineCore:
@@ -150,10 +162,10 @@ class Runner:
             self.codec,
             swap,
             formats,
-            budget_bytes=1 << 22,
+            budget_bytes=self.budget_bytes,
             chunk_tokens=128,
             new_page_id=lambda: PageId(secrets.token_hex(16)),
-            clock=time.monotonic,
+            clock=self.clock,
             log=lambda event, **facts: self.logged.append((event, facts)),
         )
         restore_agents(core, report)

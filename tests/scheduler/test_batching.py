@@ -1,0 +1,286 @@
+"""Several turns at once on one engine: each gets its own text, and nobody is held up by who waits, fails or ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.errors import Cancelled, InternalError
+from kvd.model.tokenizer import TextCodec
+from kvd.scheduler.sampling import SamplingParams
+from kvd.store.fs import FileHandle
+from tests.scheduler.fake_model import FakeModel, Truth, make_formats, make_spec
+from tests.scheduler.harness import ref_of
+from tests.scheduler.test_engine import WAIT_S, Answer, Gate, Runner
+from tests.support.prose import prose
+
+CHUNK_TOKENS = 128
+CHUNK_S = 0.5
+DECODE_S = 0.0625
+"""Exact in binary, and an eighth."""
+
+
+class SteppedClock:
+    """Time that passes in steps of the model alone; notes what ran.
+
+    Args:
+        model: whose steps take time.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.steps: list[int] = []
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now_s
+
+    def watch(self, model: FakeModel) -> None:
+        """Steps of this model take time from here on."""
+        step = model.model
+
+        def timed(ids: Any, cache: Any) -> Any:
+            tokens = int(ids.shape[1])
+            self.steps.append(tokens)
+            self.now_s += DECODE_S if tokens == 1 else CHUNK_S
+            return step(ids, cache)
+
+        model.model = timed  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def make_runner(tmp_path: Path, codec: TextCodec) -> Iterator[Callable[..., Runner]]:
+    """Makes engines that run up to eight requests at once; they are stopped at the end."""
+    runners: list[Runner] = []
+
+    def make(**options: Any) -> Runner:
+        runner = Runner(tmp_path / str(len(runners)), codec, **{"max_batch": 8, "max_queued": 32, **options})
+        runners.append(runner)
+        runner.start()
+        return runner
+
+    yield make
+    for runner in runners:
+        runner.stop()
+
+
+def alone(make_runner: Callable[..., Runner], prompts: dict[str, str], max_tokens: int) -> dict[str, str]:
+    """What each agent says when nobody else is there."""
+    runner = make_runner()
+    return {name: runner.turn(name, text, max_tokens=max_tokens).result["text"] for name, text in prompts.items()}
+
+
+def together(runner: Runner, prompts: dict[str, str], max_tokens: int, **options: Any) -> dict[str, Answer]:
+    """All agents' turns, which the model begins when all are there."""
+    gate = Gate(runner.model)
+    answers = {name: runner.turn(name, text, max_tokens=max_tokens, **options) for name, text in prompts.items()}
+    assert gate.entered.wait(WAIT_S)
+    gate.go_on.set()
+    return answers
+
+
+def test_agents_decode_in_one_pass_and_say_what_they_say_alone(make_runner: Callable[..., Runner]) -> None:
+    """P28, P33: of unequal lengths, over a page border, the longest ends first; every text is that of a lone turn."""
+    prompts = {f"agent-{i}": prose(40 + 70 * i, f"batch-{i}") for i in range(5)}
+    expected = alone(make_runner, prompts, 12)
+    assert len(set(expected.values())) == 5
+    runner = make_runner()
+    answers = together(runner, prompts, 12)
+    early = runner.turn("agent-6", prose(300, "early"), max_tokens=3)
+    assert {name: answer.result["text"] for name, answer in answers.items()} == expected
+    assert early.result["completion_tokens"] == 3
+    assert max(runner.model.batches) >= 5
+    stats = runner.look(lambda core: core.stats)
+    assert stats.largest_batch == max(runner.model.batches)
+    assert stats.decode_rows == 5 * 11 + 2
+    assert stats.decode_steps < stats.decode_rows / 2
+    assert not [event for event, _ in runner.logged if event == "batch_failed"]
+
+
+def test_turn_after_turn_of_many_agents_every_token_is_the_models(
+    make_runner: Callable[..., Runner], codec: TextCodec
+) -> None:
+    """P33: three turns of eight agents, some forked from others meanwhile: each token is what the model says next."""
+    runner = make_runner(budget_bytes=1 << 23)
+    names = [f"agent-{i}" for i in range(8)]
+    texts = {name: prose(60, name) for name in names}
+    jobs: list[Answer] = []
+    for turn in range(3):
+        answers = together(runner, texts, 6)
+        jobs += [runner.job("fork", name, new_agent=f"{name}-{turn}") for name in names[:2]]
+        for name, answer in answers.items():
+            assert answer.result["match"] == ("extend" if turn else "new")
+            texts[name] += answer.result["text"] + prose(30, f"{name}-{turn}")
+    assert all(job.result["durable"] for job in jobs)
+    spec = make_spec(codec.token_count)
+    truth = Truth(FakeModel(codec.token_count), spec, make_formats(spec))
+    for name in names:
+        tokens = runner.look(lambda core, name=name: list(core.agents.get(ref_of(name)).branch.tokens))
+        assert truth.is_greedy(tokens, len(tokens) - 5)
+
+
+def test_a_row_that_fails_ends_its_own_turn_only(make_runner: Callable[..., Runner]) -> None:
+    """P33: the model cannot compute one agent's token; the others of its batch lose nothing, not even a step."""
+    prompts = {"good": prose(50, "good"), "bad": prose(90, "bad"), "fine": prose(20, "fine")}
+    expected = alone(make_runner, prompts, 8)
+    runner = make_runner()
+    forced = runner.codec.encode_content("~")[0]
+    runner.model.fail_on = forced
+    gate = Gate(runner.model)
+    good, fine = (runner.turn(name, prompts[name], max_tokens=8) for name in ("good", "fine"))
+    bad = runner.turn("bad", prompts["bad"], max_tokens=8, sampling=SamplingParams(logit_bias=((forced, 1e4),)))
+    gate.go_on.set()
+    assert good.result["text"] == expected["good"]
+    assert fine.result["text"] == expected["fine"]
+    assert isinstance(bad.error, InternalError)
+    assert [facts["rows"] for event, facts in runner.logged if event == "batch_failed"] == [3]
+    runner.model.fail_on = None
+    again = runner.turn("bad", prompts["bad"], max_tokens=8)
+    assert again.result["text"] == expected["bad"]
+    assert again.result["cached_tokens"] >= 89
+
+
+def test_a_cancelled_turn_leaves_the_others(make_runner: Callable[..., Runner]) -> None:
+    """P33, P34: one of three is cancelled in mid-batch; the two others say all they would have said."""
+    prompts = {name: prose(30, name) for name in ("one", "two", "three")}
+    expected = alone(make_runner, prompts, 40)
+    runner = make_runner()
+    gate = Gate(runner.model)
+    seen: list[object] = []
+    cancelled: list[Answer] = []
+
+    def emit(event: Any) -> None:
+        seen.append(event["type"])
+        if seen.count("text") == 3:
+            runner.cancel(cancelled[0])
+
+    cancelled.append(runner.turn("two", prompts["two"], max_tokens=40, emit=emit))
+    others = [runner.turn(name, prompts[name], max_tokens=40) for name in ("one", "three")]
+    gate.go_on.set()
+    assert isinstance(cancelled[0].error, Cancelled)
+    assert 1 <= cancelled[0].error.data["completion_tokens"] < 40
+    assert cancelled[0].error.data["durable"] is True
+    assert [answer.result["text"] for answer in others] == [expected["one"], expected["three"]]
+
+
+def test_who_waits_for_the_disk_holds_up_nobody(make_runner: Callable[..., Runner]) -> None:
+    """A turn whose commit waits for its flush stands beside one that is computed from first to last."""
+    runner = make_runner()
+    slow = threading.Event()
+    reached = threading.Event()
+    flush = runner.fs.fsync
+
+    def fsync(handle: FileHandle) -> None:
+        reached.set()
+        assert slow.wait(WAIT_S)
+        flush(handle)
+
+    runner.fs.fsync = fsync  # type: ignore[method-assign]
+    first = runner.turn("first", prose(20, "first"))
+    assert reached.wait(WAIT_S)
+    done = threading.Event()
+    second = runner.turn(
+        "second",
+        prose(200, "second"),
+        max_tokens=9,
+        emit=lambda event: done.set() if event["type"] == "usage" else None,
+    )
+    assert done.wait(WAIT_S)
+    assert not first.replies
+    slow.set()
+    assert first.result["durable"] is True
+    assert second.result["completion_tokens"] == 9
+
+
+def test_a_decoding_agent_keeps_its_share_during_anothers_prefill(make_runner: Callable[..., Runner]) -> None:
+    """P35: a chunk takes as long as eight decode steps, so eight of them come between any two chunks."""
+    clock = SteppedClock()
+    runner = make_runner(clock=clock)
+    clock.watch(runner.model)
+    asked: list[Answer] = []
+
+    def emit(event: Any) -> None:
+        if event["type"] == "first_token":
+            asked.append(runner.turn("reads", prose(8 * CHUNK_TOKENS, "reads"), max_tokens=1))
+
+    decodes = runner.turn("decodes", prose(10, "decodes"), max_tokens=100, emit=emit)
+    assert decodes.result["completion_tokens"] == 100
+    assert asked[0].result["completion_tokens"] == 1
+    kinds = "".join("d" if tokens == 1 else "C" for tokens in clock.steps)
+    between = kinds.strip("d").split("C")[2:-1]
+    assert len(between) >= 6
+    assert {len(steps) for steps in between} == {8}
+
+
+def test_a_short_prompt_comes_soon_during_a_long_prefill(make_runner: Callable[..., Runner]) -> None:
+    """P35: its first token is there within two chunks, whatever the long prompt still has before it."""
+    clock = SteppedClock()
+    runner = make_runner(clock=clock)
+    clock.watch(runner.model)
+    asked: list[Answer] = []
+    times: list[float] = []
+
+    def short(event: Any) -> None:
+        if event["type"] == "first_token":
+            times.append(clock())
+
+    def emit(event: Any) -> None:
+        if event["type"] == "prefill" and event["done_tokens"] == 2 * CHUNK_TOKENS:
+            times.append(clock())
+            asked.append(runner.turn("short", prose(20, "short"), max_tokens=1, emit=short))
+
+    long = runner.turn("long", prose(10 * CHUNK_TOKENS, "long"), max_tokens=1, emit=emit)
+    assert long.result["prompt_tokens"] >= 10 * CHUNK_TOKENS
+    assert asked[0].result["completion_tokens"] == 1
+    assert times[1] - times[0] <= 2 * CHUNK_S + 1e-9
+
+
+def test_turns_that_do_not_fit_together_run_one_after_the_other(make_runner: Callable[..., Runner]) -> None:
+    """P21: two working sets of which the budget holds one: the second waits, is told so, and is served in full."""
+    runner = make_runner(budget_bytes=260_000)
+    events: list[tuple[str, str]] = []
+    gate = Gate(runner.model)
+
+    def emit(name: str) -> Callable[[Any], None]:
+        return lambda event: events.append((name, str(event["type"])))
+
+    first = runner.turn("first", prose(900, "first"), max_tokens=20, emit=emit("first"))
+    second = runner.turn("second", prose(900, "second"), max_tokens=20, emit=emit("second"))
+    tiny = runner.turn("tiny", prose(5, "tiny"), emit=emit("tiny"))
+    gate.go_on.set()
+    assert [answer.result["completion_tokens"] for answer in (first, second, tiny)] == [20, 20, 2]
+    assert ("second", "queued") in events
+    assert events.index(("second", "matched")) > events.index(("first", "durable"))
+    assert events.index(("tiny", "matched")) > events.index(("first", "durable")), "it came after the one that waits"
+    assert runner.look(lambda core: core.reservations.reserved_bytes) == 0
+
+
+def test_a_turn_that_waits_for_room_can_be_cancelled(make_runner: Callable[..., Runner]) -> None:
+    """It leaves no agent, and those behind it move up."""
+    runner = make_runner(budget_bytes=260_000)
+    gate = Gate(runner.model)
+    first = runner.turn("first", prose(900, "first"), max_tokens=20)
+    second = runner.turn("second", prose(900, "second"), max_tokens=20)
+    third = runner.turn("third", prose(5, "third"))
+    runner.cancel(second)
+    gate.go_on.set()
+    assert isinstance(second.error, Cancelled)
+    assert third.result["completion_tokens"] == 2
+    assert first.result["completion_tokens"] == 20
+    assert runner.look(lambda core: core.agents.find(ref_of("second"))) is None
+
+
+def test_a_turn_ends_at_its_deadline(make_runner: Callable[..., Runner]) -> None:
+    """`timeout_s`: cancelled in mid-decode, what was computed is kept, and the reason is told."""
+    clock = SteppedClock()
+    runner = make_runner(clock=clock)
+    clock.watch(runner.model)
+    late = runner.turn("late", prose(10, "late"), max_tokens=200, timeout_s=2.0)
+    assert isinstance(late.error, Cancelled)
+    assert "timed out after 2 s" in str(late.error)
+    assert 20 <= late.error.data["completion_tokens"] <= 26  # 0.5 s of prefill, 16 steps a second
+    assert runner.turn("late", prose(10, "late"), max_tokens=1).result["match"] != "new"
