@@ -34,7 +34,18 @@ from kvd.scheduler.core import EngineCore
 from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.iterations import IterationPlanner
 from kvd.scheduler.jobs import run_job
-from kvd.scheduler.messages import Call, Cancel, Drain, HeldRequest, Message, Stop, StoreAnswer, Submit, guarded
+from kvd.scheduler.messages import (
+    BY_CLIENT,
+    Call,
+    Cancel,
+    Drain,
+    HeldRequest,
+    Message,
+    Stop,
+    StoreAnswer,
+    Submit,
+    guarded,
+)
 from kvd.scheduler.requests import JobRequest, Reply, TurnRequest
 from kvd.scheduler.state import (
     CancelWanted,
@@ -131,7 +142,7 @@ class Engine:
         """Queue a request. `reply` is called exactly once, on the engine thread."""
         self._inbox.put(Submit(request, reply))
 
-    def cancel(self, request: RequestId, reason: str = "cancelled by the client") -> None:
+    def cancel(self, request: RequestId, reason: str = BY_CLIENT) -> None:
         """Cancel one request at its next step boundary; unknown ids are ignored (it may just have ended)."""
         self._inbox.put(Cancel(request, reason))
 
@@ -345,8 +356,9 @@ class Engine:
                 case StopRunning(request_id):
                     self._requests[request_id].end_early()
                 case DropQueued(request_id):
-                    reason = self._requests[request_id].stop_reason.removesuffix(" by the client")
-                    self._answer(request_id, None, Cancelled(f"{reason} while queued; nothing was computed"))
+                    reason = self._requests[request_id].stop_reason
+                    message = "cancelled while queued" if reason == BY_CLIENT else f"{reason}, while it was queued"
+                    self._answer(request_id, None, Cancelled(f"{message}; nothing was computed"))
                 case RefuseBusy(request_id, queued):
                     error = Busy(f"{queued} requests are queued already", retry_after_s=1.0, queued=queued)
                     self._answer(request_id, None, error)

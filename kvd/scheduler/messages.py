@@ -21,6 +21,9 @@ from kvd.store.swap_ops import SwapResult
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
 
+BY_CLIENT = "cancelled by the client"
+"""Why a request ends when nothing else is said."""
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
@@ -92,7 +95,7 @@ class HeldRequest:
     wait: Wait = None
     fault: Exception | None = None
     deadline_s: float | None = None
-    stop_reason: str = "cancelled by the client"
+    stop_reason: str = BY_CLIENT
     stopping: bool = False
 
     def stop(self) -> str | None:

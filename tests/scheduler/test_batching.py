@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvd.errors import Cancelled, InternalError
 from kvd.model.tokenizer import TextCodec
+from kvd.scheduler.core import EngineCore
 from kvd.scheduler.sampling import SamplingParams
 from kvd.store.fs import FileHandle
 from tests.scheduler.fake_model import FakeModel, Truth, make_formats, make_spec
-from tests.scheduler.harness import ref_of
+from tests.scheduler.harness import World, ref_of
 from tests.scheduler.test_engine import WAIT_S, Answer, Gate, Runner
 from tests.support.prose import prose
 
@@ -284,3 +287,53 @@ def test_a_turn_ends_at_its_deadline(make_runner: Callable[..., Runner]) -> None
     assert "timed out after 2 s" in str(late.error)
     assert 20 <= late.error.data["completion_tokens"] <= 26  # 0.5 s of prefill, 16 steps a second
     assert runner.turn("late", prose(10, "late"), max_tokens=1).result["match"] != "new"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_everybody_is_answered_and_every_byte_is_right(
+    make_runner: Callable[..., Runner], codec: TextCodec, seed: int
+) -> None:
+    """P21, P33, P34: turns, forks, rollbacks, evictions, deletions and cancellations of agents that do not all fit.
+
+    Each request is answered once, the books balance after each, nothing is left reserved, and every page that is in RAM
+    has exactly the bytes that its agent's tokens have.
+    """
+    rng = random.Random(seed)
+    runner = make_runner(budget_bytes=300_000, max_batch=rng.choice([2, 3, 8]))
+    names = [f"agent-{i}" for i in range(6)]
+    texts = {name: prose(20, name) for name in names}
+    answers: list[Answer] = []
+    for number in range(60):
+        name = rng.choice(names)
+        match rng.choice(["turn"] * 6 + ["fork", "rollback", "evict", "prefetch", "delete", "cancel", "cancel"]):
+            case "turn":
+                texts[name] = prose(rng.choice([5, 60, 300]), f"{seed}-{number}") if rng.random() < 0.2 else texts[name]
+                texts[name] += prose(rng.choice([3, 40, 200]), number)
+                texts[name] = texts[name][-1500:] if len(texts[name]) > 3000 else texts[name]
+                answers.append(runner.turn(name, texts[name], max_tokens=rng.choice([0, 1, 8])))
+            case "fork":
+                answers.append(runner.job("fork", name, new_agent=rng.choice(names)))
+            case "rollback":
+                answers.append(runner.job("rollback", name, tokens=rng.randrange(20)))
+            case "cancel" if answers:
+                runner.cancel(rng.choice(answers[-5:]))
+            case "evict" | "prefetch" | "delete" as operation:
+                answers.append(runner.job(operation, name))
+        if rng.random() < 0.3:
+            rng.choice(answers).wait() if answers else None
+    outcomes = [type(error).__name__ if error is not None else "ok" for _, error in (each.wait() for each in answers)]
+    allowed = {"ok", "Cancelled", "AgentNotFound", "AgentExists", "InvalidParams", "BudgetExceeded", "Busy"}
+    assert set(outcomes) <= allowed, [each.wait() for each in answers if each.wait()[1] is not None]
+    assert outcomes.count("ok") > len(outcomes) // 2
+    spec = make_spec(codec.token_count)
+    truth = Truth(FakeModel(codec.token_count), spec, make_formats(spec))
+
+    def look(core: EngineCore) -> int:
+        core.pager.check_integrity()
+        for agent in core.agents:
+            for branch in agent.branches.values():
+                World.check_branch(SimpleNamespace(core=core, truth=truth), branch)  # type: ignore[arg-type]
+        return core.reservations.reserved_bytes + core.reservations.waiting
+
+    assert runner.look(look) == 0
+    assert runner.ready == [None], "the engine never failed"
