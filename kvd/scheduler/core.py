@@ -84,13 +84,17 @@ class EngineStatistics:
     decode_rows: int = 0
     largest_batch: int = 0
     prefill_chunks: int = 0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
 
-    def note_steps(self, *, rows: int, is_chunk: bool) -> None:
+    def note_steps(self, *, rows: int, is_chunk: bool, seconds: float) -> None:
         """The model ran: decode steps of `rows` requests together, or one prefill chunk."""
         if is_chunk:
             self.prefill_chunks += 1
+            self.prefill_s += seconds
         else:
             self.decode_steps += 1
+            self.decode_s += seconds
             self.decode_rows += rows
             self.largest_batch = max(self.largest_batch, rows)
 

@@ -260,7 +260,9 @@ class Engine:
         iteration = self._planner.plan(decodes, prefills)
         began_s = self._core.clock()
         run_steps(self._core, [wanted[number] for number in iteration.requests])
-        self._planner.ran(iteration, self._core.clock() - began_s, decoding=bool(decodes))
+        seconds = self._core.clock() - began_s
+        self._planner.ran(iteration, seconds, decoding=bool(decodes))
+        self._core.stats.note_steps(rows=len(iteration.requests), is_chunk=iteration.is_chunk, seconds=seconds)
         return True
 
     def _take_messages(self, *, block: bool) -> None:

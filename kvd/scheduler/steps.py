@@ -30,7 +30,6 @@ def run_steps(core: EngineCore, wants: Sequence[StepWanted]) -> None:
     together = len(wants) > 1 and all(want.is_decode for want in wants) and _run_together(core, wants)
     for want in () if together else wants:
         _run_alone(core, want)
-    core.stats.note_steps(rows=len(wants), is_chunk=not all(want.is_decode for want in wants))
 
 
 def _run_together(core: EngineCore, wants: Sequence[StepWanted]) -> bool:

@@ -143,6 +143,8 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "largest_batch": core.stats.largest_batch,
         "mean_batch": round(core.stats.decode_rows / max(1, core.stats.decode_steps), 2),
         "prefill_chunks": core.stats.prefill_chunks,
+        "decode_s": round(core.stats.decode_s, 3),
+        "prefill_s": round(core.stats.prefill_s, 3),
         "reserved_bytes": core.reservations.reserved_bytes,
         "requests": core.stats.requests,
         "turns_not_durable": core.stats.turns_not_durable,

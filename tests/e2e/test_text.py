@@ -255,6 +255,7 @@ CARRIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "text": ("generate", {"agent": "s", "text": LONE}),
     "stop": ("generate", {"agent": "s", "text": "x", "stop": ["ok", LONE]}),
     "on_context_full": ("generate", {"agent": "s", "text": "x", "on_context_full": LONE}),
+    "priority": ("generate", {"agent": "s", "text": "x", "priority": LONE}),
     "content": ("chat", {"agent": "s", "messages": [{"role": "user", "content": LONE}]}),
     "role": ("chat", {"agent": "s", "messages": [{"role": LONE, "content": "x"}]}),
     "key": ("chat", {"agent": "s", "messages": [{"role": "user", "content": "x", LONE: 1}]}),

@@ -299,7 +299,8 @@ def test_whatever_happens_everybody_is_answered_and_every_byte_is_right(
     has exactly the bytes that its agent's tokens have.
     """
     rng = random.Random(seed)
-    runner = make_runner(budget_bytes=300_000, max_batch=rng.choice([2, 3, 8]))
+    window = 60 if seed % 2 else None
+    runner = make_runner(budget_bytes=300_000, max_batch=rng.choice([2, 3, 8]), window=window)
     names = [f"agent-{i}" for i in range(6)]
     texts = {name: prose(20, name) for name in names}
     answers: list[Answer] = []
@@ -324,8 +325,8 @@ def test_whatever_happens_everybody_is_answered_and_every_byte_is_right(
     outcomes = [type(error).__name__ if error is not None else "ok" for _, error in (each.wait() for each in answers)]
     allowed = {"ok", "Cancelled", "AgentNotFound", "AgentExists", "InvalidParams", "BudgetExceeded", "Busy"}
     assert set(outcomes) <= allowed, [each.wait() for each in answers if each.wait()[1] is not None]
-    assert outcomes.count("ok") > len(outcomes) // 2
-    spec = make_spec(codec.token_count)
+    assert outcomes.count("ok") > len(outcomes) // 4
+    spec = make_spec(codec.token_count, window=window)
     truth = Truth(FakeModel(codec.token_count), spec, make_formats(spec))
 
     def look(core: EngineCore) -> int:

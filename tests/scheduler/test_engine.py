@@ -115,11 +115,13 @@ class Runner:
         max_queued: int = 4,
         budget_bytes: int = 1 << 22,
         clock: Callable[[], float] = time.monotonic,
+        window: int | None = None,
         **options: Any,
     ) -> None:
         self.root = root
         self.budget_bytes = budget_bytes
         self.clock = clock
+        self.window = window
         self.codec = codec
         self.fs = RefusingFileSystem()
         self.model = FakeModel(codec.token_count)
@@ -141,7 +143,7 @@ class Runner:
         """As `kvd.assembly` does."""
         self.folder = DataFolder(self.root, self.fs)
         self.folder.open()
-        spec = make_spec(self.codec.token_count)
+        spec = make_spec(self.codec.token_count, window=self.window)
         formats = make_formats(spec)
 
         def layouts(group: int, format_id: str) -> Any:
@@ -166,6 +168,7 @@ class Runner:
             chunk_tokens=128,
             new_page_id=lambda: PageId(secrets.token_hex(16)),
             clock=self.clock,
+            window=self.window,
             log=lambda event, **facts: self.logged.append((event, facts)),
         )
         restore_agents(core, report)

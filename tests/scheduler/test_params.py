@@ -76,6 +76,10 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         ({"response_format": "json"}, lambda p: p.mapping("response_format"), "response_format must be a map, not str"),
         ({"on_context_full": "halt"}, lambda p: p.on_context_full(), "must be error or stop, not 'halt'"),
         ({"on_context_full": True}, lambda p: p.on_context_full(), "on_context_full must be a string, not bool"),
+        ({"priority": "urgent"}, lambda p: p.priority(), "must be interactive or background, not 'urgent'"),
+        ({"timeout_s": 0}, lambda p: p.timeout_s(), "timeout_s must be above 0 and at most 1000000, not 0.0"),
+        ({"timeout_s": float("nan")}, lambda p: p.timeout_s(), "timeout_s must be a number, not NaN"),
+        ({"timeout_s": "1"}, lambda p: p.timeout_s(), "timeout_s must be a number, not str"),
     ],
 )
 def test_wrong_values_are_refused_by_name(raw: dict[str, object], read: Callable[[Params], object], words: str) -> None:
@@ -135,6 +139,8 @@ def test_good_values_are_taken() -> None:
     assert (sampling.seed, sampling.top_k) == (3, 5)
     assert params(stop="x").stop() == ("x",)
     assert (params().on_context_full(), params(on_context_full="stop").on_context_full()) == ("error", "stop")
+    assert (params().priority(), params(priority="background").priority()) == ("interactive", "background")
+    assert (params().timeout_s(), params(timeout_s=2).timeout_s()) == (None, 2.0)
     assert (params(tools=[]).tools(), params().tools()) == (None, None)
     assert params(tools=[{"name": "f", "n": [1, 2.5, None, True]}]).tools() == [
         {"name": "f", "n": [1, 2.5, None, True]}
@@ -163,6 +169,8 @@ def test_nothing_a_client_sends_is_more_than_refused(raw: dict[str, object]) -> 
         Params.messages,
         Params.tools,
         Params.on_context_full,
+        Params.priority,
+        Params.timeout_s,
         lambda p: p.mapping("response_format"),
         lambda p: p.text("text"),
         lambda p: p.integer("max_tokens", default=1, low=0, high=10),
