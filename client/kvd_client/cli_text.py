@@ -62,6 +62,17 @@ def sampling_options(command: F) -> F:
             help="What to do when the model's context has no room for --max-tokens: refuse, or end there "
             "[default: error].",
         ),
+        click.option(
+            "--timeout",
+            "timeout_s",
+            type=click.FloatRange(0, min_open=True),
+            help="Seconds after which the daemon cancels the call and keeps what it computed.",
+        ),
+        click.option(
+            "--priority",
+            type=click.Choice(["interactive", "background"]),
+            help="Background starts when nothing interactive waits [default: interactive].",
+        ),
         click.option("--max-tokens", type=click.IntRange(0), help="Most new tokens [default: 256]."),
     )
     for option in options:

@@ -88,5 +88,9 @@ def test_a_call_ends_at_its_timeout_and_keeps_what_it_computed(daemon: Daemon) -
     assert daemon.client.agent_info("late").computed_tokens >= 20
     with pytest.raises(errors.RemoteError, match="timeout_s must be above 0"):
         daemon.client.generate("late", "x", timeout_s=0.0)
+    arguments = ("generate", "late-cli", "--text", prose(20, "cli"), "--max-tokens", "2000", "--timeout")
+    late = daemon.cli(*arguments, "0.2", "--priority", "background")
+    assert (late.code, "timed out after 0.2 s" in late.stderr) == (1, True)
+    assert daemon.cli(*arguments, "0").code == 2
     with pytest.raises(errors.RemoteError, match="priority must be interactive or background"):
         daemon.client.generate("late", "x", priority="urgent")  # type: ignore[arg-type]
