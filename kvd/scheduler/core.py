@@ -116,6 +116,7 @@ class EngineCore:
     Attributes:
         forgotten: pages nobody maps any more; their files go once no log names them.
         sweep_due: something changed since they were offered for deletion.
+        batch_failures: batches in a row that failed through no row's fault.
     """
 
     numerics = NUMERICS
@@ -154,6 +155,7 @@ class EngineCore:
         self._owners: dict[SpaceId, tuple[AgentRef, int]] = {}
         self.forgotten: list[PageId] = []
         self.sweep_due = False
+        self.batch_failures = 0
 
     @property
     def progress(self) -> tuple[int, int, int]:

@@ -20,6 +20,9 @@ from kvd.scheduler.waiting import StepWanted
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
 
+MAX_BATCH_FAILURES = 3
+"""So many batches in a row that fail although each row runs alone are the model's fault: no more are tried."""
+
 
 def run_steps(core: EngineCore, wants: Sequence[StepWanted]) -> None:
     """Compute steps of different branches and fill in their results; each want is done afterwards.
@@ -27,9 +30,16 @@ def run_steps(core: EngineCore, wants: Sequence[StepWanted]) -> None:
     Raises:
         EngineBroken: books and memory do not agree any more.
     """
-    together = len(wants) > 1 and all(want.is_decode for want in wants) and _run_together(core, wants)
-    for want in () if together else wants:
+    tried = len(wants) > 1 and all(want.is_decode for want in wants) and core.batch_failures < MAX_BATCH_FAILURES
+    if tried and _run_together(core, wants):
+        core.batch_failures = 0
+        return
+    for want in wants:
         _run_alone(core, want)
+    if tried and all(want.error is None for want in wants):
+        core.batch_failures += 1
+        if core.batch_failures == MAX_BATCH_FAILURES:
+            core.log("batches_given_up", failures=MAX_BATCH_FAILURES)
 
 
 def _run_together(core: EngineCore, wants: Sequence[StepWanted]) -> bool:
