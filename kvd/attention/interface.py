@@ -133,7 +133,8 @@ class AttentionOutput(NamedTuple):
     Attributes:
         out: mx [B, heads, L, v_dim], in the queries' dtype.
         lse: mx float32 [B, heads, L], natural log of the softmax denominator with *true* scores (the centre term of
-            conditioned keys included); -inf where a query sees nothing.
+            conditioned keys included); -inf where a query sees nothing. A backend whose chunk needs no merge may
+            leave it out: NaN.
     """
 
     out: mx.array

@@ -2,8 +2,7 @@
 
 A step of up to 8 queries whose pages all lie in slabs (`unified_slabs`) takes one launch for the whole batch, however
 long its rows are. Prefill, an open tail outside the pages, a segment in many runs and a frame outside the slabs go to
-the
-`mlx` backend, which reads the same memory; `kernel_steps` and `other_steps` count both.
+the `mlx` backend, which reads the same memory; `kernel_steps` and `other_steps` count both.
 
 Not run on Metal so far: the kernels' source is tested as C++ (`tests/attention/test_metal_backend.py`), and the
 self-test at start decides on the device. May import mlx, kvd.quant, kvd.store.frame_pool, kvd.attention.

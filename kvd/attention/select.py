@@ -19,7 +19,7 @@ import numpy as np
 
 from kvd.attention.errors import BackendDisagrees, BackendUnavailable
 from kvd.attention.gather import gather
-from kvd.attention.interface import AttentionBackend, Row, Run, Segment, TailArrays, TailSide
+from kvd.attention.interface import AttentionBackend, DeviceWriter, Row, Run, Segment, TailArrays, TailSide
 from kvd.attention.metal_backend import MetalBackend
 from kvd.attention.mlx_backend import MlxBackend
 from kvd.attention.reference import ReferenceBackend
@@ -197,6 +197,8 @@ def self_test(backend: AttentionBackend, probe: ShapeProbe) -> None:
         _compare(backend, probe, pools, Row((segment,), tokens - queries), queries, rng)
     # Tokens 9 to 11 of the last 16 positions belong to another segment.
     runs = (Run(0, tokens - 8), Run(tokens - 5, 8))
+    if isinstance(backend, DeviceWriter):
+        _compare_appended(backend, probe, pools, segment, rng)
     split = replace(segment, runs=runs) if backend.name == "cuda" else _with_tail(host, segment, runs)
     _compare(backend, probe, pools, Row((split,), tokens - 13), 16, rng)
 
@@ -222,6 +224,37 @@ def _compare(
                 f"{what} for {queries} queries ({_words(probe)}) differs from the reference by {difference:.3g}",
                 difference=difference,
             )
+
+
+def _compare_appended(
+    backend: DeviceWriter,
+    probe: ShapeProbe,
+    pools: tuple[Frames, FramePool],
+    segment: Segment,
+    rng: np.random.Generator,
+) -> None:
+    """Raise BackendDisagrees unless tokens appended across a page border are the codec's and nothing else changed.
+
+    Leaves the same tokens in both pools.
+    """
+    device, host = pools
+    first, count = PAGE_TOKENS - 9, 21
+    keys, values = (
+        rng.standard_normal((probe.kv_heads, count, dim), dtype=np.float32) for dim in (probe.k_dim, probe.v_dim)
+    )
+    backend.append(
+        device, mx.array(keys[None]), mx.array(values[None]), layer_index=0, targets=[(segment.block_table, first)]
+    )
+    device.check_appended()
+    encoded_keys, encoded_values = encode(keys, probe.layer_format.k), encode(values, probe.layer_format.v)
+    for i in range(count):
+        page, slot = divmod(first + i, PAGE_TOKENS)
+        arrays = host.layer(segment.block_table[page], 0)
+        for side, encoded in ((arrays.k, encoded_keys), (arrays.v, encoded_values)):
+            side.codes[:, slot], side.scales[:, slot] = encoded.codes[:, i], encoded.scales[:, i]
+            side.biases[:, slot] = encoded.biases[:, i]
+    if any(device.export(frame) != host.export(frame) for frame in segment.block_table):
+        raise BackendDisagrees(f"appended bytes ({_words(probe)}) are not the codec's", difference=1.0)
 
 
 def _words(probe: ShapeProbe) -> str:

@@ -12,8 +12,9 @@ What a model meets is in `kvd.model.layer_cache`: each layer's K and V are quant
 hands them over, and what is attended to is always what was stored. Steps of several address spaces at once are in
 `kvd.model.batch_cache`; this is their building block, and alone it is a batch of one.
 
-Nothing is lazy across the border: when `update_and_fetch` returns, the bytes are in the frames. If a step fails, the
-tokens are not counted; the bytes after `tokens` mean nothing and the next step overwrites them.
+Nothing is lazy across the border: when `update_and_fetch` returns, the bytes are in the frames (a `DeviceWriter` queues
+them; they are there, and looked at, when `end_step` returns). If a step fails, the tokens are not counted; the bytes
+after `tokens` mean nothing and the next step overwrites them.
 
 May import kvd.attention, kvd.quant, kvd.store.frame_pool, kvd.model.layer_cache, spec and errors.
 """
@@ -146,8 +147,13 @@ class SequenceCache:
         self._check_idle()
         if self.tokens < 1:
             raise InternalError("there is no token to replay")
-        self._check_mapped(self.tokens)
-        self._step_tokens, self.replaying = 1, True
+        self.replaying = True  # from here on the step begins one token earlier, and so does its window
+        try:
+            self._check_mapped(self.tokens)
+        except InternalError:
+            self.replaying = False
+            raise
+        self._step_tokens = 1
 
     def end_step(self) -> None:
         """The model call is over: its tokens count (none after a replay).
@@ -172,6 +178,7 @@ class SequenceCache:
 
     def abort_step(self) -> None:
         """Forget the running step, if any; its tokens do not count and will be overwritten."""
+        self.pool.discard_appended()
         self._step_tokens = 0
         self.replaying = False
         self._state.clear()

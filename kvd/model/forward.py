@@ -127,6 +127,8 @@ class Forward:
     def _run(self, sequence: SequenceCache, ids: Sequence[int], *, wants_logits: bool) -> Floats | None:
         hidden = self._model.model(mx.array([list(ids)], dtype=mx.int32), cache=sequence.layer_caches)
         if not wants_logits:
-            return None  # each layer's KV was written when the model handed it over; the rest is never evaluated
+            return (
+                None  # each layer's KV is written or queued when the model hands it over; the rest is never evaluated
+            )
         logits: Floats = _last_logits(self._model, hidden, assisted=self.assisted)[0]
         return logits

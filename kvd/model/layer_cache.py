@@ -6,7 +6,8 @@ of a batch. Rows have nothing in common but the step: each has its own block tab
 nothing is padded, and rows of any length run together. `update_and_fetch` *evaluates* K and V, conditions the keys,
 encodes both with the codec and writes the codes into the frames of each row. It returns handles instead of arrays; the
 dispatcher of `kvd.model.dispatch` sees whose cache it is and asks the backend for attention over the pages of all rows,
-in one call. A model that does arithmetic on fetched arrays fails at once instead of computing nonsense.
+in one call. With a `DeviceWriter` the tokens are queued instead and never pass through the host; what does not fit is
+found when the step ends. A model that does arithmetic on fetched arrays fails at once instead of computing nonsense.
 
 May import mlx, numpy, kvd.attention, kvd.ids, kvd.quant, kvd.model.page_writer, spec and errors.
 """
@@ -209,7 +210,8 @@ class KvLayerCache:
 
         Raises:
             InternalError: outside a step, another number of tokens than the step announced, or of rows.
-            NonFiniteValues: NaN or infinity; the step's tokens do not count, of no row.
+            NonFiniteValues: NaN or infinity; the step's tokens do not count, of no row (a `DeviceWriter` tells it when
+                the step ends).
         """
         batch, _, tokens, _ = keys.shape
         if batch != len(self._rows):

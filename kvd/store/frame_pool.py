@@ -142,6 +142,9 @@ class Frames(Protocol):
     def copy_tokens(self, source: FrameId, target: FrameId, tokens: int) -> None:
         """Copy the first tokens of one frame into another."""
 
+    def discard_appended(self) -> None:
+        """A step was given up: forget what was found of the tokens it wrote."""
+
     def check_appended(self) -> None:
         """Raise NonFiniteValues if tokens written since the last call did not fit their formats."""
 
@@ -346,6 +349,9 @@ class FramePool:
             raise InternalError(f"frames {source} and {target} have different layouts")
         for old, new in zip(here.tensors, there.tensors, strict=True):
             new[:, :tokens] = old[:, :tokens]
+
+    def discard_appended(self) -> None:
+        """Nothing to forget, for the same reason as in `check_appended`."""
 
     def check_appended(self) -> None:
         """Nothing to see: who writes into host memory raises at once."""

@@ -304,3 +304,81 @@ def test_ten_thousand_appends_copy_no_pool() -> None:
     expected = encode(np.array(k[0].astype(mx.float32)), segment.layer_format.k).codes[:, 0]
     whole = np.frombuffer(pools.device.export(segment.block_table[20]), np.uint32)[: 8 * 256 * 16].reshape(8, 256, 16)
     assert (whole == expected[:, None]).all()
+
+
+def test_sinks_and_conditioned_keys_in_a_chunk() -> None:
+    """A sink joins the softmax of true scores, not of those that lack the centre's term."""
+    from kvd.attention.cuda.backend import CudaBackend
+
+    rng = np.random.default_rng()
+    pools = Mirrored(rng)
+    shape = (1, 2, 128)
+    operators = Conditioning(
+        rng.standard_normal(shape, dtype=np.float32), np.exp(rng.standard_normal(shape, dtype=np.float32) / 4)
+    ).layers[0]
+    segment = pools.segment(layout_of(8, 8, 2, 128, 128), (Run(0, 700),), operators)
+    sinks = mx.array(rng.standard_normal(8, dtype=np.float32))
+    for count in (1, 40, 600):
+        queries = mx.array(rng.standard_normal((1, 8, count, 128), dtype=np.float32))
+        call = {"layer_index": 0, "rows": [Row((segment,), 700 - count)], "scale": 128**-0.5, "sinks": sinks}
+        mine = CudaBackend().attend(pools.device, queries, **call)
+        right = ReferenceBackend().attend(pools.host, queries, **call)
+        assert relative_error(mine.out, right.out) < 3e-3
+        assert float(mx.abs(mine.lse - right.lse).max()) < 5e-3
+
+
+def test_rows_and_layers_of_different_formats() -> None:
+    """A batch may mix formats, and layers of one group may differ: each is read as what it is."""
+    from kvd.attention.cuda.backend import CudaBackend
+
+    rng = np.random.default_rng()
+    pools = Mirrored(rng)
+    formats = [LayerFormat(SideFormat(bits, 64), SideFormat(bits, 64)) for bits in (4, 8)]
+    mixed = PageLayout(
+        layer_indices=(0, 1), kv_heads=2, k_dim=64, v_dim=64, page_format=PageFormat("mix", tuple(formats))
+    )
+    backend = CudaBackend()
+    segment = pools.segment(mixed, (Run(0, 300),))
+    queries = mx.array(rng.standard_normal((1, 4, 1, 64), dtype=np.float32))
+    for layer in (0, 1):
+        row = Row((Segment(segment.block_table, segment.runs, formats[layer]),), 299)
+        call = {"layer_index": layer, "rows": [row], "scale": 0.125}
+        mine = backend.attend(pools.device, queries, **call)
+        assert relative_error(mine.out, ReferenceBackend().attend(pools.host, queries, **call).out) < 2e-3
+    rows = [
+        Row((pools.segment(layout_of(b, b, 2, 64, 64), (Run(0, n),)),), n - 1) for b, n in ((4, 300), (8, 40), (2, 9))
+    ]
+    queries = mx.array(rng.standard_normal((3, 4, 1, 64), dtype=np.float32))
+    call = {"layer_index": 0, "rows": rows, "scale": 0.125}
+    mine = backend.attend(pools.device, queries, **call)
+    assert relative_error(mine.out, ReferenceBackend().attend(pools.host, queries, **call).out) < 2e-3
+
+
+def test_frames_may_go_while_results_wait() -> None:
+    """A result nobody looked at is computed before its frames' memory serves others."""
+    from kvd.attention.cuda.backend import CudaBackend
+
+    rng = np.random.default_rng()
+    pools = Mirrored(rng)
+    layout = layout_of(4, 4, 2, 64, 64)
+    segment = pools.segment(layout, (Run(0, 1000),))
+    queries = mx.array(rng.standard_normal((1, 4, 1, 64), dtype=np.float32))
+    call = {"layer_index": 0, "rows": [Row((segment,), 999)], "scale": 0.125}
+    mine = CudaBackend().attend(pools.device, queries, **call)
+    for frame in segment.block_table:
+        pools.device.drop(frame)
+    assert pools.device.slab_bytes == 0
+    mx.clear_cache()
+    poison = [mx.full((layout.payload_bytes // 4,), float("nan")) for _ in range(8)]
+    mx.eval(poison)
+    assert relative_error(mine.out, ReferenceBackend().attend(pools.host, queries, **call).out) < 2e-3
+
+
+def test_the_self_test_passes() -> None:
+    """Select takes the backend on this device, appended bytes included."""
+    from kvd.attention.cuda.backend import CudaBackend
+    from kvd.attention.select import ShapeProbe, self_test
+
+    for bits in (4, 8):
+        side = SideFormat(bits, 64)
+        self_test(CudaBackend(), ShapeProbe(8, 2, 128, 128, LayerFormat(side, side)))

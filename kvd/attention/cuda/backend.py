@@ -11,6 +11,7 @@ May import mlx, numpy, kvd.attention, kvd.errors, kvd.ids, kvd.quant.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import mlx.core as mx
@@ -31,6 +32,9 @@ FUSED_WIDTHS: Final = (64, 80, 96, 128)
 
 SCORE_ELEMENTS: Final = 1 << 26
 """Most scores that exist at once where attention is not fused."""
+
+LEAST_CAPABILITY: Final = 9
+"""Major compute capability: the kernels take up to 227 KiB of shared memory a multiprocessor (Hopper)."""
 
 LSE_ELEMENTS: Final = 1 << 22
 """The log-sum-exp of a chunk is computed up to so many scores (self-tests, short prompts)."""
@@ -69,6 +73,8 @@ class CudaBackend:
     def __init__(self) -> None:
         if not (hasattr(mx, "cuda") and mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu):
             raise BackendUnavailable("mlx computes on no CUDA device here")
+        if int(mx.device_info().get("compute_capability_major", 0)) < LEAST_CAPABILITY:
+            raise BackendUnavailable(f"the cuda kernels are laid out for compute capability {LEAST_CAPABILITY} and up")
         self._counters = mx.zeros((64,), mx.int32)
         self._after = mx.zeros((4,), mx.float32)
         mx.eval(self._counters, self._after)
@@ -115,7 +121,7 @@ class CudaBackend:
         """See `DeviceWriter.append`."""
         if not isinstance(pages, DevicePool):
             raise InternalError(f"pages of {type(pages).__name__} are not in device memory")
-        layout = pages.layout(targets[0][0][0])
+        layout = _checked(pages.layout(targets[0][0][0]))
         layer_format = layout.page_format.layers[layout.layer_indices.index(layer_index)]
         starts = self.whole_numbers([start for _, start in targets])
         frames = self.frame_table(pages, [table for table, _ in targets])
@@ -135,13 +141,13 @@ class CudaBackend:
         window: int | None,
     ) -> AttentionOutput:
         """One query a row; no sinks."""
-        counts = {len(row.segments) for row in rows}
-        if len(counts) > 1:
+        kinds = {tuple((segment.layer_format, id(segment.conditioning)) for segment in row.segments) for row in rows}
+        if len(kinds) > 1:
             parts = [
                 self._decode(pages, queries[i : i + 1], layer_index, [row], scale, window) for i, row in enumerate(rows)
             ]
             return AttentionOutput(mx.concatenate([p.out for p in parts]), mx.concatenate([p.lse for p in parts]))
-        columns = [[row.segments[at] for row in rows] for at in range(counts.pop())]
+        columns = [[row.segments[at] for row in rows] for at in range(len(rows[0].segments))]
         alike = all(column[0].conditioning is columns[0][0].conditioning for column in columns)
         launches = [columns] if alike and len(columns) <= 2 else [[column] for column in columns]
         return merge_lazily(
@@ -183,6 +189,7 @@ class CudaBackend:
             after=self._after,
         )
         self._after = lse
+        pages.readers = [lse]  # later launches take it as an input, so the last one stands for all
         self._launches += 1
         if self._launches % LAUNCHES_AHEAD == 0:
             mx.async_eval(out)  # type: ignore[no-untyped-call]
@@ -195,11 +202,13 @@ class CudaBackend:
     ) -> _Plan:
         """Tables of a launch; the same for all layers of a group in a step, so found again by what they are made of."""
         key = (
+            id(pages),
+            pages.epoch,
             window,
             *(
-                (id(segment.block_table), segment.runs, row.query_start)
-                for c in columns
-                for segment, row in zip(c, rows, strict=True)
+                (id(segment.block_table), segment.layer_format, segment.runs, row.query_start)
+                for column in columns
+                for segment, row in zip(column, rows, strict=True)
             ),
         )
         found = self._plans.get(key)
@@ -222,7 +231,7 @@ class CudaBackend:
 
     def frame_table(self, pages: DevicePool, tables: Sequence[tuple[FrameId, ...]]) -> mx.array:
         """uint64 [B, pages] in device memory: addresses of the frames of block tables, made once for equal objects."""
-        key = tuple(id(table) for table in tables)
+        key = (id(pages), pages.epoch, *(id(table) for table in tables))
         found = self._tables.get(key)
         if found is None:
             width = max(2, *(len(table) for table in tables))
@@ -251,14 +260,22 @@ class CudaBackend:
         scale: float,
         window: int | None,
         sinks: mx.array | None,
+        *,
+        lse: bool = False,
     ) -> AttentionOutput:
-        """A chunk of one row over all its segments."""
+        """A chunk of one row over all its segments; its log-sum-exp is computed if wanted or cheap."""
         segments = [segment for segment in row.segments if segment.tokens]
         conditioning = segments[0].conditioning
         if any(segment.conditioning is not conditioning for segment in segments):
-            raise BackendUnavailable("the cuda backend merges no differently conditioned segments in a chunk")
+            parts = [
+                self._prefill(
+                    pages, queries, layer_index, replace(row, segments=(each,)), scale, window, None, lse=True
+                )
+                for each in segments
+            ]
+            return with_sinks(merge(parts), sinks)
         length = queries.shape[2]
-        layout = pages.layout(segments[0].block_table[0])
+        layout = _checked(pages.layout(segments[0].block_table[0]))
         keys, values, positions = [], [], []
         for segment in segments:
             if segment.tail is not None:
@@ -291,6 +308,8 @@ class CudaBackend:
         where = positions[0] if len(positions) == 1 else np.concatenate(positions)
         plain = len(segments) == 1 and window is None and len(segments[0].runs) == 1
         conditioned = queries if conditioning is None else conditioning.condition_queries(queries).astype(queries.dtype)
+        # conditioned scores lack the centre's term, which only a sink does not share
+        inner = None if conditioning is not None else sinks
         heads, tokens = queries.shape[1], k.shape[2]
         block = length if _is_fused(queries.dtype, layout) else max(1, SCORE_ELEMENTS // (heads * tokens))
         outs = []
@@ -304,19 +323,26 @@ class CudaBackend:
                 mask = mx.array(_visible(where, row.query_start + start, end - start, window))
             outs.append(
                 mx.fast.scaled_dot_product_attention(
-                    conditioned[:, :, start:end], k[:, :, :stop], v[:, :, :stop], scale=scale, mask=mask, sinks=sinks
+                    conditioned[:, :, start:end], k[:, :, :stop], v[:, :, :stop], scale=scale, mask=mask, sinks=inner
                 )
             )
         out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
-        if heads * length * tokens > LSE_ELEMENTS:
+        pages.readers = [*pages.readers, out]
+        outside = None if conditioning is None else sinks
+        if outside is None and not lse and heads * length * tokens > LSE_ELEMENTS:
             return AttentionOutput(out, mx.full((1, heads, length), mx.nan))
-        seen = mx.array(_visible(where, row.query_start, length, window))
-        lse = _log_sum_exp(conditioned, k, seen, scale)
+        rows_at_once = max(1, LSE_ELEMENTS // (heads * tokens))
+        parts_of_lse = []
+        for start in range(0, length, rows_at_once):
+            part = conditioned[:, :, start : start + rows_at_once]
+            seen = mx.array(_visible(where, row.query_start + start, part.shape[2], window))
+            parts_of_lse.append(_log_sum_exp(part, k, seen, scale))
+        total = mx.concatenate(parts_of_lse, axis=2)
         if conditioning is not None:
-            lse = lse + scale * conditioning.centre_term(queries)
-        if sinks is not None:
-            lse = mx.logaddexp(lse, sinks.astype(mx.float32)[None, :, None])
-        return AttentionOutput(out, lse)
+            total = total + scale * conditioning.centre_term(queries)
+        if inner is not None:
+            total = mx.logaddexp(total, inner.astype(mx.float32)[None, :, None])
+        return with_sinks(AttentionOutput(out, total), outside)
 
 
 def merge_lazily(parts: Sequence[AttentionOutput]) -> AttentionOutput:
@@ -341,11 +367,16 @@ def _layout(pages: DevicePool, column: Sequence[Segment]) -> PageLayout:
         if segment.tail is not None:
             raise BackendUnavailable("the cuda backend reads open tails from frames")
         if segment.block_table:
-            layout = pages.layout(segment.block_table[0])
-            kernels.check_side(segment.layer_format.k, layout.k_dim)
-            kernels.check_side(segment.layer_format.v, layout.v_dim)
-            return layout
+            return _checked(pages.layout(segment.block_table[0]))
     raise InternalError("no row of the batch has a page")
+
+
+def _checked(layout: PageLayout) -> PageLayout:
+    """The layout, if the kernels can read and write it; raises BackendUnavailable."""
+    for layer_format in set(layout.page_format.layers):
+        kernels.check_side(layer_format.k, layout.k_dim)
+        kernels.check_side(layer_format.v, layout.v_dim)
+    return layout
 
 
 def _seen(segment: Segment, row: Row, window: int | None) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from kvd.attention.errors import BackendUnavailable
 from kvd.quant.spec import PAGE_TOKENS, SideFormat
 
 MULTIPROCESSORS: Final = 132
-"""Of an H100 or H200; on another GPU the number of splits is less well chosen, nothing else."""
+"""Of an H100 or H200; on a GPU with another number splits are less well chosen."""
 
 SHARED_BYTES: Final = 227 * 1024
 """Shared memory of a multiprocessor that blocks may use."""

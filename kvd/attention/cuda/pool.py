@@ -1,14 +1,12 @@
 """Frames in the memory of an NVIDIA GPU: the same bytes as on the host, moved and written by kernels.
 
-Theory of operation. A frame is a range of a *slab*, an mlx array in device memory; its address is read once, by a
-kernel, when the slab is made. mlx moves an array to other memory when the host reads it, so nothing but kernels ever
-touches a slab: bytes leave as the output of a kernel (`export`, `extract`) and come in as its input (`fill`, `insert`).
-Slabs are made when they are needed and given back when their last frame is dropped, so frames of all formats share one
-budget.
+Theory of operation. **A frame is an array of its own**, as it is a mapping of its own on the host: nothing strands, and
+frames of all formats share one budget to the byte. Its address is read once, by a kernel, when it is made. mlx moves an
+array to other memory when the host reads it, so nothing but kernels ever touches a frame: bytes leave as the output of
+a kernel (`export`, `extract`) and come in as its input (`fill`, `insert`).
 
 Kernels that write frames return `order`; whoever reads or writes frames later takes it as an input (see `kernels`).
-A frame that is dropped can be given to another page at once: the engine evaluates each step's result before the pager
-hears that the step ended, so no kernel that reads it is still to come.
+Kernels that read frames leave an output in `readers`. Before a frame is dropped all of them run (`settle`).
 
 Owner: the engine thread. May import mlx, numpy, kvd.attention, kvd.errors, kvd.ids, kvd.quant.spec,
 kvd.store.frame_pool.
@@ -19,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,61 +29,14 @@ from kvd.quant.errors import NonFiniteValues
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.store.frame_pool import FramePoolStatistics
 
-UNIT_BYTES: Final = 4096
-"""Frames begin at multiples of this: kernels copy 16 bytes at once."""
-
-LEAST_SLAB_BYTES: Final = 1 << 20
-_SLABS: Final = 16
-"""A slab is this part of the budget, so that a pool that is hardly used holds little memory."""
-
-
-@dataclass(slots=True)
-class _Slab:
-    """Device memory of some frames."""
-
-    array: mx.array
-    address: int
-    total_bytes: int
-    free: list[tuple[int, int]]
-    """Free ranges [start, end), ascending, never touching."""
-
-    def take(self, n_bytes: int) -> int | None:
-        """First fit: offset of a range that is free no more; None when there is none."""
-        for at, (start, end) in enumerate(self.free):
-            if end - start >= n_bytes:
-                self.free[at : at + 1] = [(start + n_bytes, end)] if end - start > n_bytes else []
-                return start
-        return None
-
-    def give_back(self, start: int, end: int) -> None:
-        """Free a range."""
-        ranges = sorted([*self.free, (start, end)])
-        merged: list[tuple[int, int]] = []
-        for low, high in ranges:
-            if merged and merged[-1][1] == low:
-                merged[-1] = (merged[-1][0], high)
-            else:
-                merged.append((low, high))
-        self.free = merged
-
-    @property
-    def unused(self) -> bool:
-        """True when it holds no frame."""
-        return self.free == [(0, self.total_bytes)]
-
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where a frame is."""
+    """A frame: its array, which only kernels touch, and where that begins in device memory."""
 
     layout: PageLayout
-    slab: _Slab
-    start: int
-    end: int
-
-    @property
-    def address(self) -> int:
-        return self.slab.address + self.start
+    array: mx.array
+    address: int
 
 
 class DevicePool:
@@ -96,17 +47,19 @@ class DevicePool:
 
     Attributes:
         order: what the last write returned.
+        epoch: changes whenever an address does: tables of addresses made before are stale.
+        readers: outputs of kernels that read frames and may not have run.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._slab_bytes = max(-(-budget_bytes // _SLABS // UNIT_BYTES) * UNIT_BYTES, LEAST_SLAB_BYTES)
-        self._slabs: list[_Slab] = []
         self._frames: dict[FrameId, _Frame] = {}
         self._resident_bytes = self._peak_resident_bytes = self._created = self._dropped = 0
         self._places: dict[tuple[int, int], mx.array] = {}
         self._layouts: dict[int, PageLayout] = {}
         self._unseen = False
+        self.epoch = 0
+        self.readers: list[mx.array] = []
         self.order = mx.zeros((4,), mx.int32)
         mx.eval(self.order)
 
@@ -119,8 +72,8 @@ class DevicePool:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of device memory really held."""
-        return sum(slab.total_bytes for slab in self._slabs)
+        """Bytes of device memory really held: mlx rounds a frame up to its allocator's unit."""
+        return self._resident_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -152,9 +105,10 @@ class DevicePool:
                 needed_bytes=needed_bytes,
                 budget_bytes=self._budget_bytes,
             )
-        n_bytes = -(-layout.payload_bytes // UNIT_BYTES) * UNIT_BYTES
-        slab, start = self._place(n_bytes)
-        self._frames[frame] = _Frame(layout, slab, start, start + n_bytes)
+        array = mx.zeros((-(-layout.payload_bytes // 4),), mx.uint32)
+        mx.eval(array)
+        self._frames[frame] = _Frame(layout, array, _address(array))
+        self.epoch += 1
         self._resident_bytes = needed_bytes
         self._peak_resident_bytes = max(self._peak_resident_bytes, needed_bytes)
         self._created += 1
@@ -166,10 +120,9 @@ class DevicePool:
             InternalError: no such frame.
         """
         gone = self._frame(frame)
+        self.settle()  # mlx may give the memory to somebody else at once
         del self._frames[frame]
-        gone.slab.give_back(gone.start, gone.end)
-        if gone.slab.unused:
-            self._slabs.remove(gone.slab)
+        self.epoch += 1
         self._resident_bytes -= gone.layout.payload_bytes
         self._dropped += 1
 
@@ -211,12 +164,27 @@ class DevicePool:
         self.order = append(keys, values, bits, stream, starts, self.order)
         self._unseen = True
 
+    def settle(self) -> None:
+        """Let every kernel run that reads or writes frames."""
+        readers, self.readers = self.readers, []
+        mx.eval(self.order, *readers)
+
+    def discard_appended(self) -> None:
+        """A step was given up: what its appends found concerns nobody."""
+        if not self._unseen:
+            return
+        self.settle()
+        self._unseen = False
+        self.order = mx.zeros((4,), mx.int32)
+        mx.eval(self.order)
+
     def check_appended(self) -> None:
         """See that all tokens appended since the last call fit their formats; evaluates them.
 
         Raises:
             NonFiniteValues: one did not.
         """
+        self.settle()
         if not self._unseen:
             return
         self._unseen = False
@@ -288,21 +256,6 @@ class DevicePool:
             self._write(_pieces(there, 0, tokens), self._read(_pieces(here, 0, tokens)))
 
     # ---- steps -------------------------------------------------------------------------------------------------------
-
-    def _place(self, n_bytes: int) -> tuple[_Slab, int]:
-        """A free range, in a new slab if need be."""
-        for slab in self._slabs:
-            start = slab.take(n_bytes)
-            if start is not None:
-                return slab, start
-        total = max(self._slab_bytes, n_bytes)
-        array = mx.zeros((total // 4,), mx.uint32)
-        mx.eval(array)
-        slab = _Slab(array, _address(array), total, [(0, total)])
-        self._slabs.append(slab)
-        start = slab.take(n_bytes)
-        assert start is not None
-        return slab, start
 
     def _read(self, pieces: Sequence[tuple[int, int]]) -> bytes:
         """The bytes at (address, length) pieces, one after the other."""
