@@ -135,6 +135,21 @@ def test_unmapping_the_window_is_refused(hybrid: Any) -> None:
 # ---- positions, bytes, replay ---------------------------------------------------------------------------------------
 
 
+def test_a_replay_needs_the_window_of_the_token_it_computes() -> None:
+    """It begins one token earlier than a step would, and so does what it sees: a page too few is refused."""
+    sequence = sequence_over(FramePool(1 << 28), small_spec(3, window=101))
+    sequence.tokens = 356
+    for group in (0, 1):
+        sequence.set_block_table(group, frames_of(group, 4))
+    sequence.set_block_table(0, frames_of(0, 4)[1:], first_page=1)
+    with pytest.raises(InternalError, match="maps tokens 256 to 1024"):
+        sequence.begin_replay()  # token 355 sees tokens from 255 on
+    sequence.begin_step(1)  # token 356 sees tokens from 256 on
+    sequence.abort_step()
+    sequence.set_block_table(0, frames_of(0, 4))
+    sequence.begin_replay()
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, 3), (250, 6), (256, 256), (100, 500), (255, 1)])
 def test_tokens_land_at_their_positions(start: int, count: int) -> None:
     """K and V of positions start.. are the codec's bytes at those tokens of those pages; nothing else changes."""
