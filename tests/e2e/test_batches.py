@@ -74,7 +74,9 @@ def test_a_kill_in_mid_batch_costs_no_durable_token(make_daemon: MakeDaemon) -> 
     daemon.start()
     for number, text in enumerate(texts):
         info = daemon.client.agent_info(f"killed-{number}")
-        assert (info.computed_tokens, info.durable) == (computed[number], True)
+        # a turn that ended before the kill is durable, too
+        assert info.computed_tokens >= computed[number]
+        assert info.durable
         again = daemon.client.generate(f"killed-{number}", text + said[number], max_tokens=8)
         assert again.cached_tokens >= computed[number] - 1
         daemon.client.generate(f"twin-{number}", text, max_tokens=8)
