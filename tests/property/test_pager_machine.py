@@ -8,8 +8,6 @@ Long because a state machine's rules share one oracle and are read together.
 
 from __future__ import annotations
 
-import os
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -583,8 +581,6 @@ PagerMachine.TestCase.settings = settings(
     max_examples=120,
     stateful_step_count=60,
     deadline=None,
-    # the same examples in every run; with KVD_RANDOM_EXAMPLES new ones are drawn
-    derandomize="KVD_RANDOM_EXAMPLES" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestPagerMachine = PagerMachine.TestCase
