@@ -548,7 +548,8 @@ class PagerMachine(RuleBasedStateMachine):
             for page in list(self.machine.loads):
                 self._load_ends(page, fails=False)
             self.heal()
-            if not self.machine.writes and not self.machine.loads:
+            # while writes fail, the next trial may be some ticks away
+            if not self.machine.writes and not self.machine.loads and not self.pager.writes_fail:
                 break
         assert not self.machine.writes
         assert not self.machine.loads
