@@ -4,15 +4,13 @@ Theory of operation. The `mlx-cpu` wheel links the reference BLAS (a few GFLOP/s
 in the *global scope* first, so an optimised BLAS that is loaded there before `libmlx.so` takes the reference one's
 place, thirty to sixty times faster. That needs no environment variable for the linker and no second process.
 
-The BLAS of the `cmeel-openblas` wheel needs `libgfortran.so.5`, which a small system lacks. `mlx-cpu` carries a copy in
-`mlx_cpu.libs/`, but under a mangled name (`libgfortran-f7379c93.so.5.0.0`) that satisfies nobody else. The linker
-compares the name that a library asks for with the SONAMEs already loaded; so we load a copy of that file whose SONAME
-is cut back to `libgfortran.so.5`, from memory (`memfd_create`) or, where that is refused, from a private folder that
-is deleted at once. Rejected: running the interpreter again with LD_LIBRARY_PATH (costs a start, leaks the variable to
-every child, and fights with whoever captured our output).
+The OpenBLAS of the `scipy-openblas32` wheel carries kernels for every processor and chooses among them at run time, but
+its symbols have the prefix `scipy_`: a copy without it is loaded from memory (`kvd.elf`). Rejected: `cmeel-openblas`,
+which is built for AVX-512 alone and ends the process on any other processor; running the interpreter again with
+LD_LIBRARY_PATH (costs a start, leaks the variable to every child, and fights with whoever captured our output).
 
 On macOS and with the CUDA wheel there is nothing to do: they bring their own. Must not import mlx or numpy; imports the
-standard library and kvd.cores only. Call `prepare()` first thing in every entry point: daemon, demo, tests,
+standard library, kvd.cores and kvd.elf only. Call `prepare()` first thing in every entry point: daemon, demo, tests,
 benchmarks.
 """
 
@@ -22,18 +20,18 @@ import ctypes
 import importlib.util
 import os
 import runpy
-import struct
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.cores import available_cores
+from kvd.elf import load_image, without_prefix
 
 __all__ = ["LaunchReport", "main", "prepare", "report"]
 
-REMEDY = "pip install cmeel-openblas (or: apt install libopenblas0-pthread), or set KVD_BLAS to a BLAS library"
+REMEDY = "pip install scipy-openblas32 (or: apt install libopenblas0-pthread), or set KVD_BLAS to a BLAS library"
+PREFIXED = "libscipy_openblas.so"
 _OURS = "KVD_LAUNCHER_SET"
 """Names the variables that a launcher set, so that a child process with other cores computes them anew."""
 
@@ -47,21 +45,21 @@ class LaunchReport:
             where only the slow one is left.
         path: the library that answers for `cblas_sgemm`, None if we loaded none.
         threads: BLAS threads asked for.
-        fortran_alias: True if the Fortran runtime had to come from mlx's own wheel.
         warning: what is slow and the remedy, None when all is well.
+        handle: of the library, for `ctypes.CDLL(path, handle=handle)`: the path may be of a file that another was made
+            of.
     """
 
     kind: str
     path: str | None
     threads: int
-    fortran_alias: bool = False
     warning: str | None = None
+    handle: int | None = None
 
     def describe(self) -> str:
         """One line for logs and test headers."""
         where = f" {self.path}" if self.path else ""
-        alias = " (libgfortran from mlx_cpu.libs)" if self.fortran_alias else ""
-        return f"BLAS {self.kind}{where}{alias}, {self.threads} thread{'s' if self.threads != 1 else ''}"
+        return f"BLAS {self.kind}{where}, {self.threads} thread{'s' if self.threads != 1 else ''}"
 
 
 _report: LaunchReport | None = None
@@ -88,9 +86,8 @@ def prepare() -> LaunchReport:
 
 
 def _prepare() -> LaunchReport:
-    wheel_libs = _mlx_cpu_libs()
     threads, complaint = _thread_count(os.environ)
-    if wheel_libs is None:
+    if not _has_mlx_cpu():
         return LaunchReport("builtin", None, threads, warning=complaint)
     _set_environment(threads)
     wanted = os.environ.get("KVD_BLAS", "").strip()
@@ -102,11 +99,11 @@ def _prepare() -> LaunchReport:
     failures: list[str] = []
     for candidate in [wanted] if wanted else _candidates():
         try:
-            path, alias = _load(candidate, wheel_libs)
+            path, handle = _load(candidate)
         except OSError as error:
             failures.append(f"{candidate}: {error}")
             continue
-        return LaunchReport(_kind(path), path, threads, fortran_alias=alias, warning=complaint)
+        return LaunchReport(_kind(path), path, threads, warning=complaint, handle=handle)
     tried = "; ".join(failures) or "none found"
     slow = f"no optimised BLAS could be loaded, mlx computes 30 times slower than it could. Remedy: {REMEDY}."
     return LaunchReport("reference", None, threads, warning=f"{slow} Tried: {tried}")
@@ -141,52 +138,44 @@ def _set_environment(threads: int) -> None:
     os.environ[_OURS] = ",".join(sorted(ours))
 
 
-def _mlx_cpu_libs() -> Path | None:
-    """`mlx_cpu.libs` beside the mlx that would be imported; None on macOS, with CUDA, and without mlx."""
+def _has_mlx_cpu() -> bool:
+    """Whether the mlx that would be imported is the CPU wheel with its reference BLAS (never on macOS or with CUDA)."""
     if not sys.platform.startswith("linux"):
-        return None
+        return False
     spec = importlib.util.find_spec("mlx")
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        libs = Path(location).parent / "mlx_cpu.libs"
-        if libs.is_dir():
-            return libs
-    return None
+    locations = (spec.submodule_search_locations or []) if spec else []
+    return any((Path(location).parent / "mlx_cpu.libs").is_dir() for location in locations)
 
 
 def _candidates() -> list[str]:
     """Libraries to try, best first: the wheel kvd depends on, the system's, Intel's."""
-    found = [Path(entry or ".") / "cmeel.prefix/lib/libopenblas.so.0" for entry in sys.path]
+    found = [Path(entry or ".") / "scipy_openblas32/lib" / PREFIXED for entry in sys.path]
     mkl = [Path(sys.prefix) / "lib" / name for name in ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_rt.so.1")]
     wheel = [str(path) for path in found if path.is_file()]
     return [*dict.fromkeys(wheel), "libopenblas.so.0", *(str(path) for path in mkl if path.is_file())]
 
 
-def _load(candidate: str, wheel_libs: Path) -> tuple[str, bool]:
+def _load(candidate: str) -> tuple[str, int]:
     """Load `candidate` globally and check that `cblas_sgemm` now comes from it.
 
     Returns:
-        The path that answers for `cblas_sgemm`, and whether the Fortran runtime came from mlx's wheel.
+        The path of the library that answers for `cblas_sgemm`, and its handle.
 
     Raises:
         OSError: it cannot be loaded, or it is not the one that answers.
     """
-    alias = False
     if "mkl" in Path(candidate).name:
         _prepare_mkl(Path(candidate))
-    try:
+    if Path(candidate).name == PREFIXED:
+        library = load_image(without_prefix(Path(candidate).read_bytes(), b"scipy_"), "libopenblas.so.0")
+    else:
         library = ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        if "libgfortran.so.5" not in str(error):
-            raise
-        _alias_fortran(wheel_libs)
-        library = ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
-        alias = True
     if not hasattr(library, "cblas_sgemm"):
         raise OSError("it has no cblas_sgemm")
     address, path = _global_symbol("cblas_sgemm")
     if address != ctypes.cast(library.cblas_sgemm, ctypes.c_void_p).value:
         raise OSError(f"{path} was loaded first and answers for cblas_sgemm")
-    return path, alias
+    return candidate if Path(candidate).name == PREFIXED else path, library._handle
 
 
 class _DlInfo(ctypes.Structure):
@@ -228,85 +217,6 @@ def _prepare_mkl(path: Path) -> None:
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     else:
         os.environ.setdefault("MKL_THREADING_LAYER", "SEQUENTIAL")
-
-
-_PT_LOAD, _PT_DYNAMIC, _DT_STRTAB, _DT_SONAME = 1, 2, 5, 14
-"""ELF constants (System V ABI, chapter 5)."""
-
-
-def _alias_fortran(wheel_libs: Path) -> None:
-    """Load mlx's copy of the Fortran runtime under its true name, `libgfortran.so.5`.
-
-    Raises:
-        OSError: mlx's wheel has no copy, or it cannot be loaded.
-    """
-    # On x86-64 the runtime needs libquadmath by its mangled name, which is not found from memory: load it first.
-    for quadmath in wheel_libs.glob("libquadmath-*.so*"):
-        ctypes.CDLL(str(quadmath))
-    copies = sorted(wheel_libs.glob("libgfortran-*.so.5*"))
-    if not copies:
-        raise OSError("libgfortran.so.5 is missing (apt install libgfortran5)")
-    _load_image(_with_soname(copies[0].read_bytes(), b"libgfortran.so.5"), "libgfortran.so.5")
-
-
-def _with_soname(image: bytes, name: bytes) -> bytes:
-    """A copy of a 64-bit little-endian ELF library whose SONAME is `name` (not longer than the old one).
-
-    Raises:
-        OSError: the file is not such a library.
-    """
-    try:
-        position = _soname_position(image)
-        end = image.index(b"\0", position)
-    except (struct.error, ValueError, KeyError) as error:
-        raise OSError("mlx's copy of libgfortran is not an ELF library as expected") from error
-    if len(name) > end - position:
-        raise OSError("the SONAME of mlx's libgfortran is shorter than libgfortran.so.5")
-    return image[:position] + name.ljust(end - position, b"\0") + image[end:]
-
-
-def _soname_position(image: bytes) -> int:
-    """Where in the file the SONAME's text starts."""
-    if image[:6] != b"\x7fELF\x02\x01":
-        raise ValueError("not a 64-bit little-endian ELF file")
-    (table,) = struct.unpack_from("<Q", image, 32)
-    entry_bytes, entries = struct.unpack_from("<HH", image, 54)
-    # Program header: type, flags, offset, address, physical address, bytes in the file, bytes in memory, alignment.
-    headers = [struct.unpack_from("<IIQQQQQQ", image, table + index * entry_bytes) for index in range(entries)]
-    dynamic = next(header for header in headers if header[0] == _PT_DYNAMIC)
-    pairs = struct.iter_unpack("<qQ", image[dynamic[2] : dynamic[2] + dynamic[5] // 16 * 16])
-    tags: dict[int, int] = dict(pairs)
-    address = tags[_DT_STRTAB] + tags[_DT_SONAME]
-    for kind, _, offset, start, _, length, _, _ in headers:
-        if kind == _PT_LOAD and start <= address < start + length:
-            return int(offset + address - start)
-    raise ValueError("the string table is in no segment")
-
-
-def _load_image(image: bytes, name: str) -> None:
-    """Load a shared library from bytes; nothing is left on disk.
-
-    Raises:
-        OSError: the system refuses to map it.
-    """
-    try:
-        fd = os.memfd_create(name)
-    except (AttributeError, OSError):  # old kernels; sandboxes that forbid it
-        fd = -1
-    if fd >= 0:
-        try:
-            with os.fdopen(fd, "wb", closefd=False) as file:
-                file.write(image)
-            ctypes.CDLL(f"/proc/self/fd/{fd}")
-            return
-        except OSError:  # vm.memfd_noexec, or no /proc
-            pass
-        finally:
-            os.close(fd)
-    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
-        path = Path(folder) / name
-        path.write_bytes(image)
-        ctypes.CDLL(str(path))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

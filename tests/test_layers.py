@@ -60,7 +60,8 @@ LAYERS = {
     "kvd.ids": Row(pure=True),
     "kvd.errors": Row(pure=True),
     "kvd.cores": Row(),
-    "kvd.launcher": Row("kvd.cores"),
+    "kvd.elf": Row(),
+    "kvd.launcher": Row("kvd.cores kvd.elf"),
     "kvd.config": Row("kvd.errors kvd.ops.logs kvd.quant.spec"),
     # Policy: no mlx, no numpy, no input or output, no threads, no clock.
     "kvd.vm": Row("kvd.ids kvd.errors kvd.quant.spec", pure=True),

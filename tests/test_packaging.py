@@ -42,7 +42,7 @@ def test_mlx_and_mlx_lm_are_pinned_exactly() -> None:
     assert all(re.match(r"mlx(-lm|\[cpu\])?==\d+\.\d+\.\d+(;|$)", pin) for pin in pins), pins
     assert names(pins) == {"mlx", "mlx-lm"}
     on_linux = [each for each in DAEMON["dependencies"] if "linux" in each]
-    assert names(on_linux) == {"mlx", "cmeel-openblas", "llvmlite"}
+    assert names(on_linux) == {"mlx", "scipy-openblas32", "llvmlite"}
 
 
 def test_the_cuda_switch_names_the_pinned_version() -> None:

@@ -55,7 +55,7 @@ PACKAGES: Final = (
 LINUX_PACKAGES: Final = ("llvmlite",)
 """Those it has besides on Linux."""
 
-BLAS_PACKAGE: Final = "cmeel-openblas"
+BLAS_PACKAGE: Final = "scipy-openblas32"
 """The BLAS it has besides on Linux, for the processors of `BLAS_MACHINES`."""
 
 BLAS_MACHINES: Final = ("x86_64", "aarch64")

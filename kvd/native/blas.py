@@ -57,7 +57,7 @@ def blas() -> Blas:
     launch = launcher.report()
     if launch is None or launch.path is None:
         raise KernelUnavailable("no BLAS was loaded for this process")
-    library = ctypes.CDLL(launch.path)
+    library = ctypes.CDLL(launch.path, handle=launch.handle)
     try:
         sgemm = ctypes.cast(library.cblas_sgemm, ctypes.c_void_p)
     except AttributeError as error:
