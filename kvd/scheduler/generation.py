@@ -7,12 +7,14 @@ Owner: the engine thread. May import kvd.model (through the core), kvd.vm.events
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 from kvd.scheduler.agents import Branch
+from kvd.scheduler.logprobs import entry
 from kvd.scheduler.requests import FinishReason
-from kvd.scheduler.sampling import Logits, Sampler
+from kvd.scheduler.sampling import Logits, Sampler, TokenLogprob
 from kvd.scheduler.stopping import StopWatch
 from kvd.scheduler.waiting import StepWanted, Stop, Wait, Waiting, never, raise_if_stopped, until_ready
 from kvd.vm.events import GrowthWanted
@@ -75,7 +77,11 @@ def compute_tokens(
 
 
 class Generation:
-    """What a turn adds to one branch. `text` is what the client gets.
+    """What a turn adds to one branch.
+
+    Attributes:
+        text: what the client gets.
+        logprobs: of the tokens that `text` is made of and that stay, in order; None when they were not asked for.
 
     Args:
         core: the engine's parts.
@@ -97,6 +103,9 @@ class Generation:
         self._generated: list[int] = []
         self.prompt_tokens = len(branch.tokens)
         self.text = ""
+        self.logprobs: list[dict[str, object]] | None = None if state.request.logprobs is None else []
+        # of sampled tokens whose text is not all given out yet: a few, or as many as a stop string has characters
+        self._noted: deque[TokenLogprob] = deque()
 
     def prefill(self, *, replaying: bool) -> Generator[Wait, None, Logits | None]:
         """Compute every prompt token without KV, in chunks; logits of the last one (None when none are wanted).
@@ -135,6 +144,8 @@ class Generation:
                 branch.tokens.append(token)
                 branch.token_bytes.append(0)  # settled by `settle_text`, once it is known which bytes surface
                 self._generated.append(token)
+                if self._sampler.noted is not None:
+                    self._noted.append(self._sampler.noted)
                 self._emit(self._watch.feed(token))
                 if self._watch.stopped:
                     return "stop"
@@ -151,7 +162,7 @@ class Generation:
         """Give the generated tokens their text; ids beyond what was given out go."""
         branch = self._branch
         generated, self._generated = self._generated, []
-        kept = self._watch.kept_tokens(generated)
+        kept = self._watch.kept_tokens
         del branch.tokens[self.prompt_tokens :], branch.token_bytes[self.prompt_tokens :]
         if kept:
             data, lengths = self._core.codec.surface(generated[:kept])
@@ -176,3 +187,7 @@ class Generation:
         if text:
             self.text += text
             self._state.request.emit({"type": "text", "text": text})
+        if self.logprobs is not None and (fresh := self._watch.kept_tokens - len(self.logprobs)):
+            told = [entry(self._core.codec, self._noted.popleft()) for _ in range(fresh)]
+            self.logprobs += told
+            self._state.request.emit({"type": "logprobs", "logprobs": told})

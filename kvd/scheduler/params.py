@@ -1,6 +1,6 @@
 """Parameters of RPC methods: unknown, missing, mistyped and out-of-range ones are refused by name.
 
-Pure. May import kvd.errors, kvd.ids, kvd.scheduler.requests, .sampling and .state, kvd.vm.text.
+Pure. May import kvd.errors, kvd.ids, kvd.scheduler.logprobs, .requests, .sampling and .state, kvd.vm.text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TypeVar, get_args
 
 from kvd.errors import InvalidParams, InvalidText
 from kvd.ids import AgentId, Namespace
+from kvd.scheduler.logprobs import MAX_ALTERNATIVES, MAX_ENTRIES
 from kvd.scheduler.requests import AgentRef, OnContextFull
 from kvd.scheduler.sampling import SamplingParams
 from kvd.scheduler.state import Priority
@@ -22,6 +23,7 @@ C = TypeVar("C", bound=str)
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logit_bias")
 TURN_NAMES = (
     "agent",
+    "logprobs",
     "namespace",
     "max_tokens",
     "on_context_full",
@@ -203,6 +205,21 @@ class Params:
             seed=self.optional_integer("seed"),
             logit_bias=tuple(_bias_pair(token, value) for token, value in (bias or {}).items()),
         )
+
+    def logprobs(self, max_tokens: int) -> int | None:
+        """Alternatives told with the log-probability of each token; None when they are not wanted.
+
+        Raises:
+            InvalidParams: out of range, or too many for this `max_tokens`; with what it may be.
+        """
+        count = self.optional_integer("logprobs", high=MAX_ALTERNATIVES)
+        if count is not None and max_tokens * (count + 1) > MAX_ENTRIES:
+            raise InvalidParams(
+                f"logprobs {count} takes max_tokens of at most {MAX_ENTRIES // (count + 1)}, not {max_tokens}",
+                parameter="logprobs",
+                max_tokens=max_tokens,
+            )
+        return count
 
     def messages(self) -> list[dict[str, object]]:
         """Chat messages: a non-empty list of maps with at least a `role`; contents are strings or absent.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +40,7 @@ class TurnRequest:
         append: `inject`: `prompt` goes after whatever is stored, nothing is matched.
         max_tokens: new tokens at most.
         sampling: how to choose them.
+        logprobs: alternatives told with each token's log-probability; None tells none (see `kvd.scheduler.logprobs`).
         stop: strings that end generation; never part of the text.
         emit: called on the engine thread with each stream event.
         method: the protocol's method, for the request's log line.
@@ -57,6 +58,7 @@ class TurnRequest:
     append: bool = False
     max_tokens: int = 256
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    logprobs: int | None = None
     stop: tuple[str, ...] = ()
     emit: Callable[[Mapping[str, object]], None] = lambda event: None
     method: str = "generate"
@@ -100,6 +102,7 @@ class TurnResult:
         swapped_in_pages: sealed pages read from disk for it.
         written_bytes: bytes its commit wrote: the log's record, and the pages that the record is the first to name.
         context_full: `length` because the model's context is full, before `max_tokens` were made.
+        logprobs: one map for each of the `completion_tokens`; None when they were not asked for.
     """
 
     text: str
@@ -122,10 +125,14 @@ class TurnResult:
     appended_tokens: int = 0
     written_bytes: int = 0
     context_full: bool = False
+    logprobs: Sequence[Mapping[str, object]] | None = None
 
     def to_wire(self) -> dict[str, object]:
         """As the client sees it."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        wire = {name: getattr(self, name) for name in self.__slots__}
+        if self.logprobs is None:
+            del wire["logprobs"]
+        return wire
 
 
 Reply = Callable[[object, KvdError | None], None]

@@ -4,6 +4,9 @@ The hook chain is the seam for penalties and structured-output masks; it exists 
 samples around it. Sampling is stateless: the random number of a position depends on the seed and the position alone,
 so an agent that resumes after a crash draws what it would have drawn.
 
+Log-probabilities, where they are asked for, are those of the model: of the logits as they came, before the hooks, the
+temperature and whatever narrows the choice (`docs/decisions/0017-logprobs-are-the-models.md`).
+
 May import numpy, kvd.errors and kvd.scheduler.errors.
 """
 
@@ -95,6 +98,56 @@ def repetition_hook(penalty: float) -> LogitsHook:
     return hook
 
 
+LEAST_LOGPROB = -9999.0
+"""What a token gets that has no probability (a logit of minus infinity): a number, since JSON has no infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token, and the tokens that were most likely in its place.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability, from `LEAST_LOGPROB` to 0.
+        top: (id, logprob) of the most likely tokens, best first, of equal ones the lower id; the sampled one is among
+            them only if it is one of them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprob(token: int, logits: Logits, count: int) -> TokenLogprob:
+    """Log-softmax of the logits at `token` and at the `count` greatest.
+
+    Args:
+        token: the sampled id.
+        logits: float32 [vocab], as the model gave them.
+        count: alternatives; all there are if there are fewer.
+
+    Raises:
+        NonFiniteLogits: they hold NaN or plus infinity, or nothing but minus infinity.
+    """
+    count = min(count, logits.size)
+    best = float(np.max(logits))
+    if not np.isfinite(best):
+        raise NonFiniteLogits(f"the model's logits are {best}", token=token)
+    # the sum in float64: float32 loses the small terms of a vocabulary of a quarter million
+    total = best + float(np.log(np.exp(logits.astype(np.float64) - best).sum()))
+
+    def logprob(each: int) -> float:
+        return max(LEAST_LOGPROB, min(0.0, float(logits[each]) - total))
+
+    top: list[int] = []
+    if count:
+        least = np.partition(logits, logits.size - count)[logits.size - count]
+        # every id that ties with the last one is a candidate, or chance would decide which of them are told
+        among = np.flatnonzero(logits >= least)
+        top = among[np.argsort(-logits[among], kind="stable")][:count].tolist()
+    return TokenLogprob(token, logprob(token), tuple((each, logprob(each)) for each in top))
+
+
 class Sampler:
     """Chooses tokens for one request. Owner: the turn; not shared.
 
@@ -102,13 +155,26 @@ class Sampler:
         params: validated sampling parameters.
         vocab_tokens: ids allowed in `logit_bias`.
         hooks: further logits hooks, run after the parameters' own.
+        logprobs: alternatives noted with each token's log-probability; None notes nothing and costs nothing.
+
+    Attributes:
+        noted: log-probability of the token sampled last; None unless they were asked for.
 
     Raises:
         InvalidParams: a biased id is outside the vocabulary.
     """
 
-    def __init__(self, params: SamplingParams, *, vocab_tokens: int, hooks: Sequence[LogitsHook] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        vocab_tokens: int,
+        hooks: Sequence[LogitsHook] = (),
+        logprobs: int | None = None,
+    ) -> None:
         self._params = params
+        self._logprobs = logprobs
+        self.noted: TokenLogprob | None = None
         self._seed = params.seed if params.seed is not None else secrets.randbits(63)
         self._hooks: list[LogitsHook] = []
         if params.logit_bias:
@@ -132,8 +198,16 @@ class Sampler:
         Raises:
             NonFiniteLogits: they hold NaN or plus infinity, or nothing but minus infinity.
         """
+        # hooks write into their argument
+        given = logits.copy() if self._hooks and self._logprobs is not None else logits
         for hook in self._hooks:
             logits = hook(ids, logits)
+        token = self._choose(ids, logits)
+        if self._logprobs is not None:
+            self.noted = token_logprob(token, given, self._logprobs)
+        return token
+
+    def _choose(self, ids: Sequence[int], logits: Logits) -> int:
         params = self._params
         best = int(np.argmax(logits))
         # argmax finds a NaN before anything else; a best of minus infinity means that every token is masked

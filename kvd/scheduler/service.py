@@ -160,14 +160,16 @@ class KvdService:
     ) -> object:
         await self._wait_ready()
         emit = self._emitter(context, all_events=params.flag("stream", default=True))
+        max_tokens = 0 if append else params.integer("max_tokens", default=256, low=0, high=MAX_NEW_TOKENS)
         request = TurnRequest(
             request_id=self._engine.new_request_id(),
             ref=params.ref(),
             prompt=prompt,
             append=append,
             method=method,
-            max_tokens=0 if append else params.integer("max_tokens", default=256, low=0, high=MAX_NEW_TOKENS),
+            max_tokens=max_tokens,
             sampling=params.sampling(),
+            logprobs=None if append else params.logprobs(max_tokens),
             stop=params.stop(),
             emit=emit,
             on_context_full="error" if append else params.on_context_full(),

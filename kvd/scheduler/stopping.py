@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -40,16 +41,24 @@ class StopWatch:
     """
 
     def __init__(self, codec: Codec, stop: Sequence[str]) -> None:
-        self._codec = codec
         self._decoder = codec.decoder()
         self._stop = tuple(stop)
         self._held = ""
         self._given = bytearray()
+        self._fed_bytes = 0
+        self._fed = 0
+        # of the last tokens: (how many tokens, bytes of text they make up, whether a character is unfinished there)
+        self._borders: deque[tuple[int, int, bool]] = deque()
+        self._kept = 0
         self.stopped = False
 
     def feed(self, token: int) -> str:
         """Text to give out now. Sets `stopped` when a stop string is complete."""
-        self._held += self._decoder.push(token).decode()
+        piece = self._decoder.push(token)
+        self._held += piece.decode()
+        self._fed += 1
+        self._fed_bytes += len(piece)
+        self._borders.append((self._fed, self._fed_bytes, self._decoder.pending_bytes > 0))
         hits = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]
         if hits:
             self.stopped = True
@@ -75,18 +84,20 @@ class StopWatch:
                     break
         return longest
 
-    def kept_tokens(self, ids: Sequence[int]) -> int:
-        """How many of the generated `ids` stay: the most whose whole text was given out.
+    @property
+    def kept_tokens(self) -> int:
+        """How many of the tokens fed stay: the most whose whole text was given out. It never gets less.
 
         An unfinished character at the end counts as the U+FFFD it would surface as, so it stays only if that was given
         out (the next token had shown that it is none). What stays is then exactly what the client can send back.
         """
-        decoder, kept, end = self._codec.decoder(), 0, 0
-        for count, token in enumerate(ids, 1):
-            piece = decoder.push(token)
-            if not self._given.startswith(piece, end):
+        # what was given out is the beginning of the text of all tokens, so lengths decide
+        kept_borders = 0
+        for number, (count, end, is_unfinished) in enumerate(self._borders, 1):
+            if end > len(self._given):
                 break
-            end += len(piece)
-            if not decoder.pending_bytes or self._given.startswith(REPLACEMENT, end):
-                kept = count
-        return kept
+            if not is_unfinished or self._given.startswith(REPLACEMENT, end):
+                self._kept, kept_borders = count, number
+        for _ in range(kept_borders):
+            self._borders.popleft()
+        return self._kept

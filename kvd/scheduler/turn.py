@@ -102,7 +102,9 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
         KvdError: it failed half way; the agent keeps what was computed and can go on.
     """
     request = state.request
-    sampler = Sampler(request.sampling, vocab_tokens=core.spec.vocab_tokens, hooks=request.hooks)
+    sampler = Sampler(
+        request.sampling, vocab_tokens=core.spec.vocab_tokens, hooks=request.hooks, logprobs=request.logprobs
+    )
     agent, is_new = core.agents.get_or_create(request.ref)
     try:
         plan = _plan(core, agent, request)
@@ -276,6 +278,7 @@ def _work(
         appended_tokens=generation.prompt_tokens - plan.match.keep_tokens,
         written_bytes=done.written_bytes,
         context_full=state.is_shortened and finish in ("length", "injected"),
+        logprobs=generation.logprobs,
         **usage,
     )
 

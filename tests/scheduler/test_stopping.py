@@ -71,7 +71,7 @@ def test_stop_strings_end_the_text(pieces: list[bytes], stop: tuple[str, ...], t
     """A stop string ends generation even across tokens; what could become one is held back until it cannot."""
     given_text, watch, fed, _ = run(pieces, stop)
     assert given_text == text
-    assert watch.kept_tokens(fed) == kept
+    assert watch.kept_tokens == kept
 
 
 PIECES = st.lists(
@@ -104,7 +104,7 @@ def test_nothing_of_a_stop_string_surfaces(pieces: list[bytes], stop: tuple[str,
 def test_kept_tokens_stand_for_text_that_was_given_out(pieces: list[bytes], stop: tuple[str, ...]) -> None:
     """What stays spells, a broken end as U+FFFD, a prefix of what the client got; one token more would not."""
     given_text, watch, fed, codec = run(pieces, stop)
-    kept = watch.kept_tokens(fed)
+    kept = watch.kept_tokens
 
     def fits(count: int) -> bool:
         decoder = codec.decoder()
@@ -134,4 +134,4 @@ def test_control_tokens_surface_as_nothing() -> None:
     codec = ByteCodec([b"a"])
     watch = StopWatch(codec, ())
     assert watch.feed(0) + watch.feed(7) + watch.flush() == "a"
-    assert watch.kept_tokens([0, 7]) == 2
+    assert watch.kept_tokens == 2
