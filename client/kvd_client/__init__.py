@@ -3,7 +3,7 @@
 - `client`, `async_client`: `Client` and `AsyncClient`, one method for each method of the daemon.
 - `calls`: the methods as values, shared by both clients, no I/O.
 - `transport`, `async_transport`: one connection each, used by any number of calls at a time.
-- `results`, `stream`: typed results and stream events.
+- `results`, `stream`, `logprobs`: typed results and stream events, and what both say of tokens' probabilities.
 - `errors`: one exception class for each error of the protocol, and those of this end.
 - `paths`: where daemon and client look for the data folder and the socket.
 - `wire`: the protocol without I/O, used by the daemon too.

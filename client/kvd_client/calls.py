@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from kvd_client.errors import RemoteError, local_error, remote_error
+from kvd_client.logprobs import TokenLogprob, parse_logprobs
 from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics, build
 from kvd_client.stream import FirstToken, StreamEvent, parse_event
 from kvd_client.wire import ResponseReceived
@@ -33,6 +34,7 @@ class Options(TypedDict, total=False):
         repetition_penalty: 1 is off (1).
         seed: makes sampling repeatable (None).
         logit_bias: token id (as a string) -> number added to its logit ({}).
+        logprobs: tell each token's log-probability, and those of so many most likely ones, 0 to 20 (None: tell none).
         stop: strings that end the text and are not part of it ([]).
         stream: False: of the stream only the first-token event (True).
         on_context_full: when prompt and `max_tokens` exceed the model's context: refuse ("error"), or "stop" there.
@@ -48,6 +50,7 @@ class Options(TypedDict, total=False):
     repetition_penalty: float
     seed: int | None
     logit_bias: Mapping[str, float]
+    logprobs: int | None
     stop: Sequence[str] | str
     stream: bool
     on_context_full: Literal["error", "stop"]
@@ -118,7 +121,13 @@ def _reader(cls: type[T]) -> Callable[[object, float | None], T]:
 
 
 def _generated(result: object, ttft_s: float | None) -> GenerateResult:
-    return build(GenerateResult, result, ttft_s=ttft_s)
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    if isinstance(result, dict) and result.get("logprobs") is not None:
+        try:
+            logprobs = parse_logprobs(result["logprobs"])
+        except ValueError as error:
+            raise local_error("protocol", f"the daemon's logprobs cannot be read: {error}") from None
+    return build(GenerateResult, result, ttft_s=ttft_s, logprobs=logprobs)
 
 
 def _mapping(result: object, _ttft_s: float | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from kvd_client.cli_show import seconds
 from kvd_client.cli_wait import waiting
 from kvd_client.client import GenerateStream
 from kvd_client.errors import KvdClientError
+from kvd_client.logprobs import TokenLogprob
 from kvd_client.results import GenerateResult, InjectResult
 from kvd_client.stream import Text
 
@@ -42,7 +43,7 @@ END_FIELDS = (
     "agent",
     "context_full",
 )
-"""What `generate --json` and `chat --json` print, in this order."""
+"""What `generate --json` and `chat --json` print, in this order; with `--logprobs`, `logprobs` comes last."""
 
 
 def sampling_options(command: F) -> F:
@@ -51,6 +52,11 @@ def sampling_options(command: F) -> F:
         click.option("--no-stream", is_flag=True, help="Print the text when it is complete, not as it is made."),
         click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."),
         click.option("--seed", type=int, help="Makes sampling repeatable."),
+        click.option(
+            "--logprobs",
+            type=click.IntRange(0, 20),
+            help="Print each token's log-probability, and those of so many of the most likely tokens.",
+        ),
         click.option("--repetition-penalty", type=float, help="1 is off [default: 1]."),
         click.option("--min-p", type=click.FloatRange(0, 1), help="Least probability relative to the best."),
         click.option("--top-k", type=click.IntRange(0), help="Keep the most likely tokens; 0 keeps all."),
@@ -161,13 +167,24 @@ def run_stream(session: Session, begin: Callable[[], GenerateStream], *, no_stre
         _end_line(shown)
         raise
     if session.json:
-        print_json({name: getattr(result, name) for name in END_FIELDS})
+        end = {name: getattr(result, name) for name in END_FIELDS}
+        if result.logprobs is not None:
+            end["logprobs"] = [each.plain() for each in result.logprobs]
+        print_json(end)
         return
     if no_stream:
         write_text(result.text)
         shown = result.text
     _end_line(shown)
     click.echo(summary(result), err=True)
+    for each in result.logprobs or ():
+        click.echo(logprob_line(each), err=True)
+
+
+def logprob_line(token: TokenLogprob) -> str:
+    """One line about a token: its log-probability, its text, and what was most likely in its place."""
+    others = "  ".join(f"{each.token!r} {each.logprob:.3f}" for each in token.top_logprobs)
+    return f"{token.logprob:9.3f}  {token.token!r:<16} {others}".rstrip()
 
 
 def _end_line(shown: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from kvd_client.errors import local_error
+from kvd_client.logprobs import TokenLogprob
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ class GenerateResult:
         durable_reason: why it does not.
         agent: whose turn it was.
         context_full: the model's context ended the text before `max_tokens` did (with `on_context_full` `stop`).
+        logprobs: of each of the `completion_tokens`, in order; None when the call did not ask for them.
         server: every other field the daemon sent.
     """
 
@@ -56,6 +58,7 @@ class GenerateResult:
     durable_reason: str = ""
     agent: str = ""
     context_full: bool = False
+    logprobs: tuple[TokenLogprob, ...] | None = None
     server: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
+from kvd_client.logprobs import TokenLogprob, parse_logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class Queued:
@@ -63,6 +65,14 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of tokens whose text has all come, in their order; only where a call asked for them."""
+
+    type: ClassVar[str] = "logprobs"
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reasoning:
     """New text of the model's reasoning, which is not part of the answer."""
 
@@ -105,7 +115,9 @@ class OtherEvent:
     data: Mapping[str, object]
 
 
-StreamEvent = Queued | Matched | Prefill | FirstToken | Text | Reasoning | ToolCall | Usage | Durable | OtherEvent
+StreamEvent = (
+    Queued | Matched | Prefill | FirstToken | Text | Logprobs | Reasoning | ToolCall | Usage | Durable | OtherEvent
+)
 
 _KINDS: Mapping[str, type] = {
     kind.type: kind for kind in (Queued, Matched, Prefill, FirstToken, Text, Reasoning, Usage, Durable)
@@ -118,6 +130,11 @@ def parse_event(event: Mapping[str, object]) -> StreamEvent:
     name = event.get("type")
     if name == ToolCall.type:
         return ToolCall({key: value for key, value in event.items() if key != "type"})
+    if name == Logprobs.type:
+        try:
+            return Logprobs(parse_logprobs(event.get("logprobs")))
+        except ValueError:
+            return OtherEvent(Logprobs.type, dict(event))
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is not None:
         wanted = {field.name: _CHECKS[str(field.type)] for field in fields(kind)}

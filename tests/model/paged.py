@@ -65,7 +65,7 @@ def random_constants(spec: ModelCacheSpec) -> tuple[Conditioning, ...]:
     rng = np.random.default_rng(3)
     made = []
     for group in spec.groups:
-        shape = (len(group.layer_indices), KV_HEADS, DIM)
+        shape = (len(group.layer_indices), group.layer.kv_heads, group.layer.k_dim)
         scale = np.exp(rng.standard_normal(shape, dtype=np.float32) / 4)
         made.append(Conditioning(rng.standard_normal(shape, dtype=np.float32), scale))
     return tuple(made)

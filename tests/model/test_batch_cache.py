@@ -91,7 +91,7 @@ def backends() -> list[str]:
 @pytest.mark.parametrize("rows", range(1, 9))
 @pytest.mark.parametrize("backend", backends())
 def test_a_batch_computes_what_its_rows_do(model: Any, backend: str, rows: int) -> None:
-    """P26: 1 to 8 rows of unequal lengths, one of them about to fill a page: the logits of each alone."""
+    """P28: 1 to 8 rows of unequal lengths, one of them about to fill a page: the logits of each alone."""
     right, mine = both(model, small_spec(), ["q8"] * rows, BACKENDS[backend](), LENGTHS[:rows], VOCAB)
     assert worst_row(mine, right) < TOLERANCE
 

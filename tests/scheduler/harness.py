@@ -278,6 +278,7 @@ class World:
         cancel_after: int | None = None,
         on_step: Callable[[TurnState], None] | None = None,
         on_context_full: OnContextFull = "error",
+        logprobs: int | None = None,
         **sampling: Any,
     ) -> Outcome:
         """Run one turn; `cancel_after` counts resumptions, at which the request is cancelled."""
@@ -289,6 +290,7 @@ class World:
             append=append,
             max_tokens=max_tokens,
             sampling=SamplingParams(**sampling),
+            logprobs=logprobs,
             stop=stop,
             hooks=hooks,
             on_context_full=on_context_full,

@@ -131,6 +131,67 @@ def test_turn_after_turn_of_many_agents_every_token_is_the_models(
         assert truth.is_greedy(tokens, len(tokens) - 5)
 
 
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "hot": {"sampling": SamplingParams(temperature=1.5, seed=11)},
+    "nucleus": {"sampling": SamplingParams(temperature=1.0, top_p=0.7, seed=12)},
+    "few": {"sampling": SamplingParams(temperature=1.0, top_k=5, min_p=0.05, seed=13), "logprobs": 3},
+    "penalised": {"sampling": SamplingParams(repetition_penalty=0.2)},
+    "biased": {"sampling": SamplingParams(temperature=0.7, seed=14, logit_bias=((300, 8.0), (301, -1e6)))},
+    "told": {"logprobs": 2},
+    "short": {"sampling": SamplingParams(temperature=1.0, seed=15)},
+}
+"""What each row of a batch asks for."""
+
+
+def asked(runner: Runner, name: str, prompt: str) -> Answer:
+    """The turn of one of `REQUESTS`."""
+    return runner.turn(name, prompt, max_tokens=7 if name == "short" else 16, **REQUESTS[name])
+
+
+def test_each_row_has_its_own_parameters(make_runner: Callable[..., Runner]) -> None:
+    """P33: eight rows with different temperatures, cuts, biases, penalties, seeds and limits in one batch.
+
+    Each says what it says alone with the same parameters, and again in another company; log-probabilities go to those
+    who asked. (The fake model's rows do not round otherwise in company, so texts are equal, not only nearly.)
+    """
+    prompt = prose(40, "the same for all")
+    runner = make_runner()
+    expected = {name: asked(runner, name, prompt).result for name in REQUESTS}
+    assert len({result["text"] for result in expected.values()}) == len(REQUESTS) - 1
+    assert expected["greedy"]["text"] == expected["told"]["text"]
+    for order in (list(REQUESTS), list(REQUESTS)[::-1][:5]):
+        runner = make_runner()
+        gate = Gate(runner.model)
+        answers = {name: asked(runner, name, prompt) for name in order}
+        assert gate.entered.wait(WAIT_S)
+        gate.go_on.set()
+        for name, answer in answers.items():
+            result = answer.result
+            assert result["text"] == expected[name]["text"], name
+            assert ("logprobs" in result) == ("logprobs" in REQUESTS[name])
+            told = [one["id"] for one in result.get("logprobs", ())]
+            assert told == [one["id"] for one in expected[name].get("logprobs", ())]
+            assert len(told) in (0, result["completion_tokens"])
+        assert max(runner.model.batches) >= len(order) - 1, "one may end before the last one joins"
+
+
+def test_a_stop_string_of_one_row_leaves_the_others(make_runner: Callable[..., Runner]) -> None:
+    """P33: rows with the same prompt and other stop strings end where their own says; none of it is given out."""
+    prompt = prose(40, "stops")
+    whole = alone(make_runner, {"whole": prompt}, 24)["whole"]
+    runner = make_runner()
+    gate = Gate(runner.model)
+    stops = {f"stop-{at}": whole[at : at + 3] for at in (2, 6, 9)}
+    answers = {name: runner.turn(name, prompt, max_tokens=24, stop=(stop,)) for name, stop in stops.items()}
+    free = runner.turn("free", prompt, max_tokens=24)
+    gate.go_on.set()
+    for name, stop in stops.items():
+        assert answers[name].result["text"] == whole[: whole.index(stop)]
+        assert answers[name].result["finish_reason"] == "stop"
+    assert free.result["text"] == whole
+
+
 def test_a_row_that_fails_ends_its_own_turn_only(make_runner: Callable[..., Runner]) -> None:
     """P33: the model cannot compute one agent's token; the others of its batch lose nothing, not even a step."""
     prompts = {"good": prose(50, "good"), "bad": prose(90, "bad"), "fine": prose(20, "fine")}

@@ -69,7 +69,7 @@ def run(pieces: list[bytes], stop: tuple[str, ...]) -> tuple[str, StopWatch, lis
 )
 def test_stop_strings_end_the_text(pieces: list[bytes], stop: tuple[str, ...], text: str, kept: int) -> None:
     """A stop string ends generation even across tokens; what could become one is held back until it cannot."""
-    given_text, watch, fed, _ = run(pieces, stop)
+    given_text, watch, _, _ = run(pieces, stop)
     assert given_text == text
     assert watch.kept_tokens == kept
 
