@@ -47,7 +47,7 @@ class StopWatch:
         self._given = bytearray()
         self._fed_bytes = 0
         self._fed = 0
-        # of the last tokens: (how many tokens, bytes of text they make up, whether a character is unfinished there)
+        # of tokens not known to stay: (tokens and bytes of text up to here, whether a character is unfinished)
         self._borders: deque[tuple[int, int, bool]] = deque()
         self._kept = 0
         self.stopped = False
@@ -72,6 +72,7 @@ class StopWatch:
     def _give(self, characters: int) -> str:
         text, self._held = self._held[:characters], self._held[characters:]
         self._given += text.encode()
+        self._settle()
         return text
 
     def _possible_stop_characters(self) -> int:
@@ -91,13 +92,15 @@ class StopWatch:
         An unfinished character at the end counts as the U+FFFD it would surface as, so it stays only if that was given
         out (the next token had shown that it is none). What stays is then exactly what the client can send back.
         """
-        # what was given out is the beginning of the text of all tokens, so lengths decide
-        kept_borders = 0
+        return self._kept
+
+    def _settle(self) -> None:
+        """See how many tokens stay now. What was given out is the beginning of the text of all, so lengths decide."""
+        settled = 0
         for number, (count, end, is_unfinished) in enumerate(self._borders, 1):
             if end > len(self._given):
                 break
             if not is_unfinished or self._given.startswith(REPLACEMENT, end):
-                self._kept, kept_borders = count, number
-        for _ in range(kept_borders):
+                self._kept, settled = count, number
+        for _ in range(settled):
             self._borders.popleft()
-        return self._kept
