@@ -14,7 +14,7 @@ from kvd_client.errors import RemoteError, local_error, remote_error
 from kvd_client.logprobs import TokenLogprob, parse_logprobs
 from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics, build
 from kvd_client.stream import FirstToken, StreamEvent, parse_event
-from kvd_client.wire import ResponseReceived
+from kvd_client.wire import ErrorObject, ResponseReceived
 
 PROTOCOL = 1
 """Version of the protocol this client speaks; `hello` compares it."""
@@ -63,6 +63,16 @@ class ChatOptions(Options, total=False):
 
     tools: Sequence[Mapping[str, Any]] | None
     response_format: Mapping[str, Any] | None
+
+
+class InjectOptions(TypedDict, total=False):
+    """How to inject.
+
+    Attributes:
+        priority: "interactive" waits for nobody; "background" starts when nothing "interactive" waits ("background").
+    """
+
+    priority: Literal["interactive", "background"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +185,49 @@ def chat(
 
 
 def inject(
-    agent: str, text: str | None, messages: Sequence[Mapping[str, Any]] | None, namespace: str
+    agent: str,
+    text: str | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    namespace: str,
+    options: InjectOptions,
 ) -> Call[InjectResult]:
-    """`inject`, of text or of messages."""
+    """`inject` to one agent, of text or of messages."""
+    added = _added(text, messages)
+    return _call(
+        "inject", lambda result, _ttft_s: _injection(result), agent=agent, namespace=namespace, **added, **options
+    )
+
+
+def inject_into(
+    agents: Sequence[str],
+    text: str | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    namespace: str,
+    options: InjectOptions,
+) -> Call[list[InjectResult]]:
+    """`inject` to several agents."""
+    if isinstance(agents, str):
+        raise local_error("invalid_params", f"agents must be a list of names, not the string {agents[:40]!r}")
+    added = _added(text, messages)
+    return _call("inject", _injections, agents=list(agents), namespace=namespace, **added, **options)
+
+
+def _added(text: str | None, messages: Sequence[Mapping[str, Any]] | None) -> dict[str, object]:
     if (text is None) == (messages is None):
         raise local_error("invalid_params", "inject takes either text or messages")
-    whole = None if messages is None else list(messages)
-    return _call("inject", _reader(InjectResult), agent=agent, text=text, messages=whole, namespace=namespace)
+    return {"text": text, "messages": None if messages is None else list(messages)}
+
+
+def _injections(result: object, _ttft_s: float | None) -> list[InjectResult]:
+    entries = result.get("agents") if isinstance(result, dict) else None
+    if not isinstance(entries, list):
+        raise local_error("protocol", "the daemon's inject to several agents has no list `agents`")
+    return [_injection(entry) for entry in entries]
+
+
+def _injection(entry: object) -> InjectResult:
+    error = entry.get("error") if isinstance(entry, dict) else None
+    return build(InjectResult, entry, error=None if error is None else remote_error(ErrorObject.from_wire(error)))
 
 
 def tokenize(text: str) -> Call[list[int]]:

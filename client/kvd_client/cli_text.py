@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import click
 
-from kvd_client.calls import ChatOptions, Options
+from kvd_client.calls import ChatOptions, InjectOptions, Options
 from kvd_client.cli_common import (
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
     F,
     Session,
@@ -273,36 +274,76 @@ def chat(
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agents", nargs=-1, required=True, metavar="AGENT... [-]")
 @click.option("--message", "messages", metavar="TEXT", multiple=True, help="A user message; may be repeated.")
-@source_options
+@click.option(
+    "--messages-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON list of messages, before --message.",
+)
+@click.option("--file", "file", type=click.Path(exists=True, dir_okay=False), help="Read the text from a file.")
+@click.option("--text", "text", help="The text.")
+@click.option(
+    "--priority",
+    type=click.Choice(["interactive", "background"]),
+    help="Background starts when nothing interactive waits [default: background].",
+)
 @with_session
 def inject(
-    session: Session, /, agent: str, messages: tuple[str, ...], source: str | None, text: str | None, file: str | None
+    session: Session,
+    /,
+    agents: tuple[str, ...],
+    messages: tuple[str, ...],
+    messages_file: str | None,
+    text: str | None,
+    file: str | None,
+    priority: Literal["interactive", "background"] | None,
 ) -> None:
-    """Append text, or messages, to AGENT and compute it without generating.
+    """Append text, or messages, to each AGENT and compute it without generating.
 
-    Give exactly one of them: a text by --text, by --file or by `-` for stdin, or messages by --message.
+    Give exactly one of them: a text by --text, by --file or by `-` for stdin after the agents, or messages by --message
+    and --messages-file. Messages go on from the agent's conversation as `chat` would. With several agents the exit code
+    is 1 when one of them failed; the others have the text all the same.
 
-    Example: kvd-client inject alice --file handbook.txt
+    Example: kvd-client inject alice bob --file handbook.txt
     """
+    source = "-" if agents[-1] == "-" else None
+    names = agents[: len(agents) - (source is not None)]
+    if not names:
+        raise click.UsageError("name the agents to inject into")
     added: dict[str, Any]
-    if not messages:
+    if not messages and messages_file is None:
         added = {"text": read_source(source, text, file)}
     elif (source, text, file) == (None, None, None):
-        added = {"messages": [{"role": "user", "content": one} for one in messages]}
+        added = {"messages": read_messages(messages, None, messages_file)}
     else:
-        raise click.UsageError("give either --message or a text (by --text, --file or -), not both")
+        raise click.UsageError("give either messages or a text (by --text, --file or -), not both")
+    options: InjectOptions = {} if priority is None else {"priority": priority}
     with waiting("waiting for the daemon to compute it", as_json=session.json):
-        result = session.client.inject(agent, **added)
-    facts = {name: getattr(result, name) for name in ("agent", "tokens", "appended_tokens", "durable")}
+        if len(names) == 1:
+            results = [session.client.inject(names[0], **added, **options)]
+        else:
+            results = session.client.inject_into(names, **added, **options)
     if session.json:
-        print_json({**facts, **result.server})
+        entries = [_entry(result) for result in results]
+        print_json(entries[0] if len(names) == 1 else entries)
     else:
-        print_lines([_injected(result)])
+        print_lines([_injected(result) for result in results])
+    if any(result.error is not None for result in results):
+        raise SystemExit(EXIT_FAILED)
+
+
+def _entry(result: InjectResult) -> dict[str, Any]:
+    """What --json prints of one agent."""
+    if (error := result.error) is not None:
+        return {"agent": result.agent, "error": {"name": error.name, "message": error.message, "data": error.data}}
+    facts = {name: getattr(result, name) for name in ("agent", "tokens", "appended_tokens", "durable")}
+    return {**facts, **result.server}
 
 
 def _injected(result: InjectResult) -> str:
+    if result.error is not None:
+        return f"{result.agent}: FAILED: {result.error.message}"
     prefill_s = result.server.get("prefill_s")
     computed = f", computed in {seconds(prefill_s)}" if isinstance(prefill_s, int | float) else ""
     durable = "durable" if result.durable else f"NOT durable ({result.durable_reason or 'no reason given'})"

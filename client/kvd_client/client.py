@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from kvd_client import calls
-from kvd_client.calls import Call, ChatOptions, Options, Progress
+from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
 from kvd_client.paths import resolve_socket, start_command
 from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics
 from kvd_client.stream import StreamEvent
@@ -166,9 +166,22 @@ class Client:
         messages: Sequence[Mapping[str, Any]] | None = None,
         *,
         namespace: str | None = None,
+        **options: Unpack[InjectOptions],
     ) -> InjectResult:
-        """Append text or messages to the agent and compute their KV without generating."""
-        return self._run(calls.inject(agent, text, messages, namespace or self.namespace))
+        """Append text or messages to the agent and compute their KV without generating, in the background."""
+        return self._run(calls.inject(agent, text, messages, namespace or self.namespace, options))
+
+    def inject_into(
+        self,
+        agents: Sequence[str],
+        text: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        namespace: str | None = None,
+        **options: Unpack[InjectOptions],
+    ) -> list[InjectResult]:
+        """As `inject`, to several agents; one result for each, whose `error` says why it failed."""
+        return self._run(calls.inject_into(agents, text, messages, namespace or self.namespace, options))
 
     def tokenize(self, text: str) -> list[int]:
         """The model's token ids of `text`."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from kvd_client.errors import local_error
+from kvd_client.errors import RemoteError, local_error
 from kvd_client.logprobs import TokenLogprob
 
 T = TypeVar("T")
@@ -64,13 +64,18 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class InjectResult:
-    """The result of `inject`: the agent's `tokens` now, of which `appended_tokens` are new."""
+    """The result of `inject` for one agent: its `tokens` now, of which `appended_tokens` are new.
+
+    Attributes:
+        error: why nothing was added, in the result of `inject_into`; None where all went well.
+    """
 
     agent: str = ""
     tokens: int = 0
     appended_tokens: int = 0
     durable: bool = False
     durable_reason: str = ""
+    error: RemoteError | None = None
     server: Mapping[str, Any] = field(default_factory=dict)
 
 

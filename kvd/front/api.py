@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvd.errors import KvdError
+
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
@@ -45,6 +47,9 @@ class CallContext(Protocol):
         Bounded: when the client does not read and the connection's send buffer exceeds its limit, text events are
         coalesced or the connection is closed with `slow_reader`; the caller is never blocked.
         """
+
+    def error_map(self, error: KvdError) -> dict[str, object]:
+        """The error as the client sees it, for a result that says how a part of the call failed."""
 
 
 class Service(Protocol):

@@ -103,6 +103,10 @@ class Call:
         if not self.is_done and not (self._only_first_token and event.get("type") != "first_token"):
             self._session.send_event(self.request.request_id, event)
 
+    def error_map(self, error: KvdError) -> dict[str, object]:
+        """The error as the client sees it."""
+        return to_error_object(error).to_wire()
+
     def cancel(self) -> None:
         """The client does not want the call any more; a second time does nothing."""
         if self._cancelled or self.is_done:

@@ -12,6 +12,10 @@ A template that loses a sentinel (it edits or drops contents) is rendered again 
 searched in the output; when even that fails, or would let client text pass as control, the request is refused with the
 reason.
 
+System messages in mid-conversation stay where they are. A template that refuses or drops them there, or hoists them to
+the front, where a new one would change everything behind it, gets them as user messages: their texts are joined with
+those of the user messages beside them, so that roles still take turns.
+
 Templates run in `template_sandbox`, which bounds their work. Rendering is for a worker thread: it may take seconds.
 May import kvd.vm.text and this package.
 """
@@ -189,10 +193,22 @@ class ChatTemplate:
         plain = [_normalise(message, index) for index, message in enumerate(messages)]
         context = {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
         context |= dict(variables or {})
-        pieces = self._render_hidden(plain, context)
-        if pieces is None:
-            pieces = self._render_and_search(plain, context)
-        return _typed(pieces)
+        if not any(message["role"] == "system" for message in plain[1:]):
+            return _typed(self._pieces(plain, context))
+        try:
+            pieces = self._pieces(plain, context)
+            if _in_order(plain, pieces):
+                return _typed(pieces)
+        except TemplateRefused as refusal:
+            try:
+                return _typed(self._pieces(_folded(plain), context))
+            except TemplateRefused:
+                raise refusal from None  # it speaks of the messages that were sent
+        return _typed(self._pieces(_folded(plain), context))
+
+    def _pieces(self, messages: Sequence[dict[str, Any]], context: Mapping[str, Any]) -> list[Piece]:
+        pieces = self._render_hidden(messages, context)
+        return self._render_and_search(messages, context) if pieces is None else pieces
 
     def _render_hidden(self, messages: Sequence[dict[str, Any]], context: Mapping[str, Any]) -> list[Piece] | None:
         """Render with sentinels; None when a message content did not come back."""
@@ -292,6 +308,33 @@ def _normalise(message: Message, index: int) -> dict[str, Any]:
     if isinstance(message.get("tool_calls"), list | tuple):
         result["tool_calls"] = [_with_object_arguments(call) for call in message["tool_calls"]]
     return result
+
+
+def _in_order(messages: Sequence[dict[str, Any]], pieces: Sequence[Piece]) -> bool:
+    """Whether the contents of messages come in the order of the messages."""
+    printed = iter(text.strip() for kind, text in pieces if kind != "control")
+    return all(
+        message["content"].strip() in printed for message in messages if message["content"]
+    )  # each search goes on
+
+
+def _folded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """System messages behind the first message as user messages, joined with the user messages beside them.
+
+    What messages are joined to depends on those next to them alone, so a conversation that goes on keeps its text.
+    """
+    folded: list[dict[str, Any]] = []
+    joins = False
+    for index, message in enumerate(messages):
+        was_system = index > 0 and message["role"] == "system"
+        as_user = {"role": "user", "content": message["content"]} if was_system else message
+        if folded and as_user["role"] == folded[-1]["role"] == "user" and (joins or was_system):
+            parts = [part for part in (folded[-1]["content"], as_user["content"]) if part]
+            folded[-1] = {**folded[-1], "content": "\n\n".join(parts)}
+        else:
+            folded.append(as_user)
+        joins = was_system
+    return folded
 
 
 def _with_object_arguments(call: object) -> object:

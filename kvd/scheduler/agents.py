@@ -18,7 +18,7 @@ from kvd.ids import PageId, SpaceId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.requests import AgentRef
 from kvd.store.records import AgentRecord, PageEntry, PositionRun, RecordKind, SegmentDelta
-from kvd.vm.text import Span, SpanKind, TypedText, cut_spans, merge_spans
+from kvd.vm.text import Span, SpanKind, TypedText, cut_spans, merge_spans, rest_of
 
 NOT_WRITTEN = "not written yet"
 """Why a change is not durable that nobody has tried to write so far."""
@@ -174,18 +174,6 @@ class Branch:
             tokens -= 1
             offset -= self.token_bytes[tokens]
         return tokens
-
-
-def rest_of(typed: TypedText, start: int) -> TypedText:
-    """`typed` without its first `start` bytes."""
-    spans: list[Span] = []
-    offset = 0
-    for span in typed.spans:
-        end = offset + span.text_bytes
-        if end > start:
-            spans.append(Span(span.kind, end - max(offset, start)))
-        offset = end
-    return TypedText(typed.data[start:], tuple(spans))
 
 
 @dataclass(slots=True)

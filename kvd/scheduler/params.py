@@ -37,6 +37,8 @@ MAX_NAME_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
 MAX_TIMEOUT_S = 1_000_000
+MAX_AGENTS = 64
+"""Agents that one `inject` may add to: each is a request of its own in the queue."""
 MAX_ID_DIGITS = 10
 MAX_BIASED_IDS = 1024
 """Each biased id costs time on every token, on the thread that everybody waits for."""
@@ -125,14 +127,14 @@ class Params:
         allowed: tuple[OnContextFull, ...] = get_args(OnContextFull)
         return self._choice("on_context_full", allowed)
 
-    def priority(self) -> Priority:
-        """Whether somebody waits for the turn; `interactive` unless the caller says otherwise."""
+    def priority(self, default: Priority = "interactive") -> Priority:
+        """Whether somebody waits for the turn."""
         allowed: tuple[Priority, ...] = get_args(Priority)
-        return self._choice("priority", allowed)
+        return self._choice("priority", allowed, default)
 
-    def _choice(self, name: str, allowed: tuple[C, ...]) -> C:
-        """One of `allowed`, the first when absent."""
-        value = self.text(name, required=False, default=allowed[0])
+    def _choice(self, name: str, allowed: tuple[C, ...], default: C | None = None) -> C:
+        """One of `allowed`; when absent `default`, or else the first."""
+        value = self.text(name, required=False, default=allowed[0] if default is None else default)
         for choice in allowed:
             if value == choice:
                 return choice
@@ -160,10 +162,34 @@ class Params:
 
     def name(self, name: str) -> str:
         """An agent or namespace name: 1 to 128 printable characters."""
-        value = self.text(name)
+        return self._checked_name(name, self.text(name))
+
+    def refs(self) -> tuple[AgentRef, ...]:
+        """The agents that `agents` names: 1 to 64 different ones, in the order given.
+
+        Raises:
+            InvalidParams, InvalidText: with the place in the list.
+        """
+        raw = self._raw.get("agents")
+        if not isinstance(raw, list) or not 1 <= len(raw) <= MAX_AGENTS:
+            raise InvalidParams(f"agents must be a list of 1 to {MAX_AGENTS} names", parameter="agents")
+        names: dict[str, None] = {}
+        for index, value in enumerate(raw):
+            if not isinstance(value, str):
+                raise InvalidParams(f"agents[{index}] must be a string, not {type(value).__name__}", parameter="agents")
+            check_text(f"agents[{index}]", value, parameter="agents")
+            if self._checked_name(f"agents[{index}]", value, parameter="agents") in names:
+                raise InvalidParams(f"agents names {value[:40]!r} twice; name each agent once", parameter="agents")
+            names[value] = None
+        namespace = self.namespace()
+        return tuple(AgentRef(namespace, AgentId(name)) for name in names)
+
+    @staticmethod
+    def _checked_name(name: str, value: str, *, parameter: str = "") -> str:
         if not 1 <= len(value) <= MAX_NAME_CHARACTERS or any(unicodedata.category(c)[0] == "C" for c in value):
             raise InvalidParams(
-                f"{name} must be 1 to {MAX_NAME_CHARACTERS} printable characters, not {value[:40]!r}", parameter=name
+                f"{name} must be 1 to {MAX_NAME_CHARACTERS} printable characters, not {value[:40]!r}",
+                parameter=parameter or name,
             )
         return value
 

@@ -1,4 +1,7 @@
-"""What clients ask of the engine, and what comes back, as frozen data. May import kvd.ids, kvd.vm, kvd.errors."""
+"""What clients ask of the engine, and what comes back, as frozen data.
+
+May import kvd.ids, kvd.vm, kvd.errors and kvd.model.continuation.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Literal
 
 from kvd.errors import KvdError
 from kvd.ids import AgentId, Namespace, RequestId
+from kvd.model.continuation import Continuation
 from kvd.scheduler.sampling import LogitsHook, SamplingParams
 from kvd.scheduler.state import Priority
 from kvd.vm.prefix import MatchKind
@@ -38,6 +42,8 @@ class TurnRequest:
         ref: the agent.
         prompt: the agent's whole text so far; for `append` only what is added.
         append: `inject`: `prompt` goes after whatever is stored, nothing is matched.
+        continues: `inject` of messages: makes the whole text out of what is stored, when the turn starts; `prompt` is
+            what it makes out of nothing.
         max_tokens: new tokens at most.
         sampling: how to choose them.
         logprobs: alternatives told with each token's log-probability; None tells none (see `kvd.scheduler.logprobs`).
@@ -56,6 +62,7 @@ class TurnRequest:
     ref: AgentRef
     prompt: TypedText
     append: bool = False
+    continues: Continuation | None = None
     max_tokens: int = 256
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: int | None = None
@@ -68,6 +75,11 @@ class TurnRequest:
     timeout_s: float | None = None
     connection: int | None = None
     peer_pid: int | None = None
+
+    @property
+    def appends_text(self) -> bool:
+        """`prompt` is added as it is."""
+        return self.append and self.continues is None
 
 
 @dataclass(frozen=True, slots=True)

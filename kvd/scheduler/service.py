@@ -7,14 +7,14 @@ queued request, look-ups as a short call between two steps. Health never waits f
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from kvd import __version__
 from kvd.errors import AgentNotFound, CallerError, Cancelled, InvalidParams, KvdError
+from kvd.model.continuation import Continuation, continuation
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler import views
@@ -27,6 +27,8 @@ from kvd.vm.text import Span, TypedText
 
 if TYPE_CHECKING:
     from kvd.front.api import CallContext
+
+T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
 MAX_TOKENIZE_BYTES = 1_000_000
@@ -127,27 +129,51 @@ class KvdService:
         params.refuse_unknown("messages", "tools", "response_format", *TURN_NAMES)
         if params.mapping("response_format") is not None:
             raise Unsupported("response_format is not supported by this version; leave it out")
-        prompt = await self._render(params, context, tools=params.tools(), answers=True)
+        messages, tools = params.messages(), params.tools()
+        prompt = await self._in_template(context, lambda template: template.render(messages, tools=tools))
         result = await self._turn(params, context, prompt, method="chat")
         if isinstance(result, dict):
             result["message"] = {"role": "assistant", "content": result["text"]}
         return result
 
     async def _inject(self, params: Params, context: CallContext) -> object:
-        params.refuse_unknown("agent", "namespace", "text", "messages")
+        params.refuse_unknown("agent", "agents", "namespace", "text", "messages", "priority")
+        if params.has("agent") and params.has("agents"):
+            raise InvalidParams("inject takes either agent or agents, not both", parameter="agents")
+        refs = params.refs() if params.has("agents") else (params.ref(),)
         if params.has("text") == params.has("messages"):
             raise InvalidParams("inject needs either text or messages", parameter="text")
+        priority = params.priority("background")  # others wait for their answers, nobody for this one's
+        continues: Continuation | None = None
         if params.has("messages"):
-            prompt = await self._render(params, context, tools=None, answers=False)
+            messages = params.messages()
+            continues = await self._in_template(context, lambda template: continuation(template, messages))
+            prompt = continues.alone
         else:
             data = params.text("text").encode()
             prompt = TypedText(data, (Span("content", len(data)),) if data else ())
         if not prompt.data:
             raise InvalidParams("the text is empty; send at least one character", parameter="text")
-        result = await self._turn(params, context, prompt, append=True)
-        if isinstance(result, dict):
-            result["tokens"] = result["prompt_tokens"]
-        return result
+        await self._wait_ready()
+        requests = [
+            TurnRequest(
+                request_id=self._engine.new_request_id(),
+                ref=ref,
+                prompt=prompt,
+                append=True,
+                continues=continues,
+                max_tokens=0,
+                emit=self._emitter(context, agent=ref.agent if params.has("agents") else None),
+                priority=priority,
+                connection=context.peer.connection,
+                peer_pid=context.peer.pid,
+            )
+            for ref in refs
+        ]
+        if not params.has("agents"):
+            return _injected(await self._submit(requests[0], context))
+        parts = await asyncio.gather(*(self._submit(each, context) for each in requests), return_exceptions=True)
+        return _injected_into(refs, parts, context)
 
     async def _turn(
         self,
@@ -155,43 +181,45 @@ class KvdService:
         context: CallContext,
         prompt: TypedText,
         *,
-        append: bool = False,
         method: Literal["generate", "chat"] = "generate",
     ) -> object:
         await self._wait_ready()
         emit = self._emitter(context, all_events=params.flag("stream", default=True))
-        max_tokens = 0 if append else params.integer("max_tokens", default=256, low=0, high=MAX_NEW_TOKENS)
+        max_tokens = params.integer("max_tokens", default=256, low=0, high=MAX_NEW_TOKENS)
         request = TurnRequest(
             request_id=self._engine.new_request_id(),
             ref=params.ref(),
             prompt=prompt,
-            append=append,
             method=method,
             max_tokens=max_tokens,
             sampling=params.sampling(),
-            logprobs=None if append else params.logprobs(max_tokens),
+            logprobs=params.logprobs(max_tokens),
             stop=params.stop(),
             emit=emit,
-            on_context_full="error" if append else params.on_context_full(),
-            priority="interactive" if append else params.priority(),
-            timeout_s=None if append else params.timeout_s(),
+            on_context_full=params.on_context_full(),
+            priority=params.priority(),
+            timeout_s=params.timeout_s(),
             connection=context.peer.connection,
             peer_pid=context.peer.pid,
         )
         result = await self._submit(request, context)
-        if isinstance(result, dict) and not append and result["finish_reason"] == "injected":
+        if isinstance(result, dict) and result["finish_reason"] == "injected":
             result["finish_reason"] = "length"  # `max_tokens` 0: computed as far as was asked for
         return result
 
     @staticmethod
-    def _emitter(context: CallContext, *, all_events: bool) -> Callable[[Mapping[str, object]], None]:
+    def _emitter(
+        context: CallContext, *, all_events: bool = True, agent: str | None = None
+    ) -> Callable[[Mapping[str, object]], None]:
+        """What the engine calls with a turn's events; `agent`: each says whose it is."""
         loop = asyncio.get_running_loop()
+        whose = {} if agent is None else {"agent": agent}
 
         def emit(event: Mapping[str, object]) -> None:
             # a client that wants no stream still gets the one event its clock needs
             if all_events or event["type"] == "first_token":
                 # asyncio is not thread safe: events cross from the engine thread through the loop's own door
-                loop.call_soon_threadsafe(context.emit, dict(event))
+                loop.call_soon_threadsafe(context.emit, {**event, **whose})
 
         return emit
 
@@ -331,14 +359,11 @@ class KvdService:
         except TimeoutError:
             raise NotReady("the model is still loading", retry_after_s=5.0) from None
 
-    async def _render(
-        self, params: Params, context: CallContext, *, tools: list[dict[str, object]] | None, answers: bool
-    ) -> TypedText:
-        """The text that the model's template makes of the messages; `answers`: the model is to answer them.
+    async def _in_template(self, context: CallContext, render: Callable[[ChatTemplate], T]) -> T:
+        """What the model's template makes of messages.
 
         In a thread of its own: the template is a program of the model's, and the loop serves others meanwhile.
         """
-        messages = params.messages()
         _, template = await self._text_parts()
         if template is None:
             raise Unsupported("the model has no chat template; use generate with the agent's whole text")
@@ -346,8 +371,7 @@ class KvdService:
             async with self._rendering:  # one at a time: a template that runs into its bounds holds one thread, not all
                 if context.cancelled:
                     raise Cancelled("cancelled while it waited for others' messages")
-                render = functools.partial(template.render, messages, tools=tools, add_generation_prompt=answers)
-                return await asyncio.to_thread(render)
+                return await asyncio.to_thread(render, template)
         except CallerError as error:
             error.data.setdefault("parameter", "messages")
             raise
@@ -356,6 +380,29 @@ class KvdService:
         await self._wait_ready()
         assert self._codec is not None
         return self._codec, self._template
+
+
+def _injected(result: object) -> object:
+    """The result of `inject` to one agent."""
+    return {**result, "tokens": result["prompt_tokens"]} if isinstance(result, dict) else result
+
+
+def _injected_into(refs: Sequence[AgentRef], parts: Sequence[object], context: CallContext) -> dict[str, object]:
+    """The result of `inject` to several: one entry an agent, which has either its figures or its error.
+
+    Raises:
+        Cancelled: the client cancelled the call before all were done; `data` has the entries.
+        BaseException: a part failed in a way that no client can be told.
+    """
+    entries: list[object] = []
+    for ref, part in zip(refs, parts, strict=True):
+        if isinstance(part, BaseException) and not isinstance(part, KvdError):
+            raise part
+        failed = isinstance(part, KvdError)
+        entries.append({"agent": ref.agent, "error": context.error_map(part)} if failed else _injected(part))
+    if context.cancelled and any(isinstance(part, Cancelled) for part in parts):
+        raise Cancelled("cancelled by the client; what was computed is kept", agents=entries)
+    return {"agents": entries}
 
 
 def _post(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from kvd.errors import Cancelled, InvalidParams, KvdError
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.admission import new_tokens, refuse_long_text, refuse_over_budget, reserve
-from kvd.scheduler.agents import Agent, Branch, rest_of
+from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.commit import Committed, Committing, commit
 from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
@@ -32,7 +32,7 @@ from kvd.scheduler.sampling import Sampler
 from kvd.scheduler.waiting import Wait, Waiting, fault_in
 from kvd.vm.events import Activated, Deactivated, Pinned, Unpinned
 from kvd.vm.prefix import Match, StoredText, best_match
-from kvd.vm.text import TypedText
+from kvd.vm.text import TypedText, rest_of
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -135,9 +135,10 @@ def _until_in(core: EngineCore, reservation: Reservation, state: TurnState) -> W
 
 
 def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
-    branch_id, match = _match(agent, request)
+    prompt = request.prompt if request.continues is None else request.continues.after(agent.branch.typed)
+    branch_id, match = _match(agent, request, prompt)
     source = agent.branches[branch_id]
-    suffix = rest_of(request.prompt, 0 if request.append else match.keep_bytes)
+    suffix = rest_of(prompt, 0 if request.appends_text else match.keep_bytes)
     refuse_long_text(core, suffix, match.keep_tokens, request.max_tokens)
     ids, lengths = core.encode(suffix, at_start=match.keep_tokens == 0)
     prompt_tokens = match.keep_tokens + len(ids)
@@ -148,9 +149,9 @@ def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
     return Plan(source, match, suffix, ids, lengths, max_tokens, needed_bytes)
 
 
-def _match(agent: Agent, request: TurnRequest) -> tuple[int, Match]:
+def _match(agent: Agent, request: TurnRequest, prompt: TypedText) -> tuple[int, Match]:
     """The branch that keeps most of the prompt, and how they compare."""
-    if request.append:
+    if request.appends_text:
         branch = agent.branch
         keep = Match(
             kind="extend" if branch.tokens else "new",
@@ -165,8 +166,9 @@ def _match(agent: Agent, request: TurnRequest) -> tuple[int, Match]:
     stored = {
         branch_id: StoredText.of(branch.typed, branch.token_bytes, branch.computed)
         for branch_id, branch in agent.branches.items()
+        if request.continues is None or branch_id == agent.current  # what is added goes on from where the agent is
     }
-    return best_match(stored, request.prompt, agent.current)
+    return best_match(stored, prompt, agent.current)
 
 
 # ---- the work -------------------------------------------------------------------------------------------------------

@@ -45,6 +45,18 @@ def cut_spans(spans: Iterable[Span], text_bytes: int) -> list[Span]:
     return kept
 
 
+def rest_of(typed: TypedText, start: int) -> TypedText:
+    """`typed` without its first `start` bytes."""
+    spans: list[Span] = []
+    offset = 0
+    for span in typed.spans:
+        end = offset + span.text_bytes
+        if end > start:
+            spans.append(Span(span.kind, end - max(offset, start)))
+        offset = end
+    return TypedText(typed.data[start:], tuple(spans))
+
+
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Join neighbours of one kind and leave out empty ones."""
     merged: list[Span] = []
@@ -56,3 +68,8 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
         else:
             merged.append(span)
     return tuple(merged)
+
+
+def joined(left: TypedText, right: TypedText) -> TypedText:
+    """One text after the other."""
+    return TypedText(left.data + right.data, merge_spans([*left.spans, *right.spans]))

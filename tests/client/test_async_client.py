@@ -43,6 +43,8 @@ async def test_every_method(path: Path) -> None:
     """Each method calls its namesake and types the result."""
     async with running(path) as (_, service, _), AsyncClient(path, namespace="n") as client:
         assert (await client.inject("a", "more")).tokens == 12
+        parts = await client.inject_into(["a", "missing"], messages=[{"role": "user", "content": "x"}])
+        assert [part.error is None for part in parts] == [True, False]
         assert await client.tokenize("a") == [97]
         assert len(await client.agents("n")) == 2
         assert (await client.agent_info("a")).namespace == "n"

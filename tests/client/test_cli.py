@@ -214,11 +214,32 @@ def test_residency_ends_with_the_budget(service: FakeService, monkeypatch: pytes
     assert lines[-1] == "2.4 MB in RAM, of a budget of 10.0 GB"
 
 
-def test_inject_takes_messages(service: FakeService) -> None:
-    """--message sends messages, as `chat` does; a text besides is refused."""
+def test_inject_takes_messages(service: FakeService, tmp_path: Path) -> None:
+    """--message and --messages-file send messages, as `chat` does; a text besides is refused."""
     run("inject", "a", "--message", "one", "--message", "two", "--json")
-    assert service.calls[0][1]["messages"] == [{"role": "user", "content": one} for one in ("one", "two")]
+    two = [{"role": "user", "content": one} for one in ("one", "two")]
+    assert service.calls[0][1]["messages"] == two
     assert "not both" in run("inject", "a", "--message", "one", "--text", "x", code=2).stderr
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([{"role": "system", "content": "be brief"}]))
+    run("inject", "a", "--messages-file", str(file), "--message", "one", "--priority", "interactive")
+    assert service.calls[-1][1]["messages"] == [{"role": "system", "content": "be brief"}, two[0]]
+    assert service.calls[-1][1]["priority"] == "interactive"
+    assert "not both" in run("inject", "a", "-", "--messages-file", str(file), code=2).stderr
+
+
+def test_inject_into_several_agents(service: FakeService) -> None:
+    """A line or an entry for each agent; the exit code is 1 when one of them failed, and the others are told of."""
+    assert [row["agent"] for row in printed(run("inject", "a", "b", "--text", "x", "--json"))] == ["a", "b"]
+    assert service.calls[-1][1]["agents"] == ["a", "b"]
+    failed = run("inject", "a", "missing", "-", stdin=b"x", code=1)
+    assert failed.stdout.splitlines() == [
+        "a: 5 tokens appended, 12 in all; durable",
+        "missing: FAILED: no agent missing",
+    ]
+    entry = printed(run("inject", "a", "missing", "--text", "x", "--json", code=1))[1]
+    assert (entry["agent"], entry["error"]["name"]) == ("missing", "agent_not_found")
+    assert "name the agents" in run("inject", "-", stdin=b"x", code=2).stderr
 
 
 def test_a_path_that_is_no_socket_is_said_to_be_none(tmp_path: Path) -> None:

@@ -196,6 +196,9 @@ def test_every_method_sends_its_parameters(path: Path, service: FakeService) -> 
         assert client.chat("a", [{"role": "user", "content": "hi"}], tools=[{"x": 1}]).prompt_tokens == 2
         assert client.inject("a", "more").appended_tokens == 5
         assert client.inject("a", messages=[{"role": "user", "content": "x"}]).durable
+        done, failed = client.inject_into(["a", "missing"], "more", priority="interactive")
+        assert (done.agent, done.appended_tokens, done.error) == ("a", 5, None)
+        assert (failed.agent, type(failed.error)) == ("missing", AgentNotFound)
         assert client.tokenize("ab") == [97, 98]
         assert [agent.agent for agent in client.agents()] == ["a", "b"]
         info = client.agent_info("a")
@@ -215,6 +218,12 @@ def test_every_method_sends_its_parameters(path: Path, service: FakeService) -> 
         assert client.drain() == {"draining": True}
         assert client.shutdown() == {"stopping": True}
     sent = dict(service.calls)
+    assert sent["inject"] == {
+        "agents": ["a", "missing"],
+        "text": "more",
+        "namespace": "n",
+        "priority": "interactive",
+    }
     assert sent["chat"]["tools"] == [{"x": 1}]
     assert sent["agent.fork"] == {"agent": "a", "namespace": "n", "new_agent": "c", "tokens": 7}
     assert sent["agent.rollback"] == {"agent": "a", "namespace": "other", "tokens": 3}
@@ -251,6 +260,8 @@ def test_what_cannot_be_sent_is_refused_here(path: Path, service: FakeService) -
             client.generate("a", "x" * (16 << 20))
         with pytest.raises(InvalidParams, match="either"):
             client.inject("a")
+        with pytest.raises(InvalidParams, match="list of names"):
+            client.inject_into("abc", "x")
         assert client.health().ready
     assert [method for method, _ in service.calls] == ["health"]
 

@@ -111,7 +111,17 @@ class FakeService:
         raise Cancelled("cancelled by the client")
 
     async def do_inject(self, params: Mapping[str, Any], context: CallContext) -> object:
-        return {"agent": params["agent"], "tokens": 12, "appended_tokens": 5, "durable": True}
+        if "agent" in params:
+            return {"agent": params["agent"], "tokens": 12, "appended_tokens": 5, "durable": True}
+        entries: list[object] = []
+        for agent in params["agents"]:
+            try:
+                if agent == "missing":
+                    raise AgentNotFound("no agent missing", agent=agent)
+                entries.append(await self.do_inject({"agent": agent}, context))
+            except AgentNotFound as error:
+                entries.append({"agent": agent, "error": context.error_map(error)})
+        return {"agents": entries}
 
     async def do_tokenize(self, params: Mapping[str, Any], context: CallContext) -> object:
         return {"tokens": [ord(character) for character in params["text"]]}

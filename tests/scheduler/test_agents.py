@@ -25,13 +25,12 @@ from kvd.scheduler.agents import (
     log_is_gone,
     mark_committed,
     page_runs,
-    rest_of,
 )
 from kvd.scheduler.requests import AgentRef
 from kvd.store.agent_image import AgentImage, BranchImage, apply
 from kvd.store.records import AgentRecord, PageEntry
 from kvd.store.snapshot import snapshot_records
-from kvd.vm.text import Span, TypedText
+from kvd.vm.text import Span, TypedText, rest_of
 
 KV_BYTES = 4
 GROUPS = 2
