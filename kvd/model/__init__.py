@@ -12,6 +12,7 @@
   to config and safetensors; `gguf_pieces`, `gguf_sentencepiece`, `gguf_tokenizer`: to a tokenizer.
 - `vocabulary`, `encoders`, `tokenizer`, `incremental`: `TextCodec`, the only door between text and token ids.
 - `template`: chat messages to typed text; `template_sandbox`: where a template runs, and how much it may do.
+- `continuation`: chat messages that go on from whatever an agent holds.
 - `fingerprint`: the digest that keys every cached page.
 - `loader`: the only door to mlx_lm.
 - `cache`, `layer_cache`, `batch_cache`: paged KV of a space, of a layer as models meet it, of several spaces at once.

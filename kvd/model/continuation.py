@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvd.model.errors import TemplateRefused
 from kvd.model.template import ChatTemplate
 from kvd.vm.text import TypedText, cut_spans, joined, merge_spans, rest_of
 
@@ -33,24 +34,30 @@ class Continuation:
         after_open: they follow an answer, or a content, whose message is not closed yet.
         after_closed: they follow a closed message.
         opening: markup that opens an answer; empty where the template has none of its own.
+
+    Where the template refuses the messages in such a place, its refusal stands for them.
     """
 
-    alone: TypedText
-    after_open: TypedText
-    after_closed: TypedText
+    alone: TypedText | TemplateRefused
+    after_open: TypedText | TemplateRefused
+    after_closed: TypedText | TemplateRefused
     opening: bytes
 
     def after(self, stored: TypedText) -> TypedText:
-        """The whole text of an agent that holds `stored`: all of it but an answer not begun, then the messages."""
+        """The whole text of an agent that holds `stored`: all of it but an answer not begun, then the messages.
+
+        Raises:
+            TemplateRefused: the messages can stand elsewhere, but not here.
+        """
         spans = merge_spans(stored.spans)
         if all(span.kind != "control" for span in spans):
-            return joined(stored, self.alone)
+            return joined(stored, _accepted(self.alone))
         if spans[-1].kind != "control":
-            return joined(stored, self.after_open)
+            return joined(stored, _accepted(self.after_open))
         last_bytes, opening_bytes = spans[-1].text_bytes, len(self.opening)
         if opening_bytes and last_bytes >= opening_bytes and stored.data.endswith(self.opening):
             stored = _first(stored, len(stored.data) - opening_bytes)
-        return joined(stored, self.after_closed)
+        return joined(stored, _accepted(self.after_closed))
 
 
 def continuation(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> Continuation:
@@ -61,24 +68,37 @@ def continuation(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) 
         messages: as `ChatTemplate.render` takes them.
 
     Raises:
-        InvalidParams, InvalidText, UnsupportedFeature, TemplateRefused: as `ChatTemplate.render`.
+        InvalidParams, InvalidText, UnsupportedFeature: as `ChatTemplate.render`.
+        TemplateRefused: the template refuses them wherever they stand.
     """
-    alone = template.render(messages, add_generation_prompt=False)
+    alone: TypedText | TemplateRefused
+    try:
+        alone = template.render(messages, add_generation_prompt=False)
+    except TemplateRefused as refusal:
+        alone = refusal
     question, answer = ({"role": role, "content": _mark()} for role in ("user", "assistant"))
     # an answer follows a question: templates that want roles to take turns accept it after nothing else
     before = [question] if messages[0].get("role") == "assistant" else [question, answer]
     closed = template.render(before, add_generation_prompt=False)
     opened = template.render([question], add_generation_prompt=True)
-    whole = template.render([*before, *messages], add_generation_prompt=False)
+    opening = _opening(_behind(opened, str(question["content"]).encode()).data, template, question)
+    try:
+        whole = template.render([*before, *messages], add_generation_prompt=False)
+    except TemplateRefused as refusal:
+        if isinstance(alone, TemplateRefused):
+            raise alone from None
+        return Continuation(alone, refusal, refusal, opening)
     mark = str(before[-1]["content"]).encode()
     after_open, closing = _behind(whole, mark), _behind(closed, mark).data
-    return Continuation(
-        alone=alone,
-        after_open=after_open,
-        # a template without closing markup, or with another between two messages, joins them its own way
-        after_closed=rest_of(after_open, len(closing)) if after_open.data.startswith(closing) else after_open,
-        opening=_opening(_behind(opened, str(question["content"]).encode()).data, template, question),
-    )
+    # a template without closing markup, or with another between two messages, joins them its own way
+    after_closed = rest_of(after_open, len(closing)) if after_open.data.startswith(closing) else after_open
+    return Continuation(alone, after_open, after_closed, opening)
+
+
+def _accepted(text: TypedText | TemplateRefused) -> TypedText:
+    if isinstance(text, TemplateRefused):
+        raise TemplateRefused(text.message, **text.data)
+    return text
 
 
 def _opening(behind: bytes, template: ChatTemplate, question: Mapping[str, str]) -> bytes:

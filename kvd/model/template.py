@@ -14,7 +14,7 @@ reason.
 
 System messages in mid-conversation stay where they are. A template that refuses or drops them there, or hoists them to
 the front, where a new one would change everything behind it, gets them as user messages: their texts are joined with
-those of the user messages beside them, so that roles still take turns.
+those of the user messages beside them, so that roles still take turns. Which kind a template is, is found by trying.
 
 Templates run in `template_sandbox`, which bounds their work. Rendering is for a worker thread: it may take seconds.
 May import kvd.vm.text and this package.
@@ -23,6 +23,7 @@ May import kvd.vm.text and this package.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -193,18 +194,25 @@ class ChatTemplate:
         plain = [_normalise(message, index) for index, message in enumerate(messages)]
         context = {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
         context |= dict(variables or {})
-        if not any(message["role"] == "system" for message in plain[1:]):
-            return _typed(self._pieces(plain, context))
+        if any(message["role"] == "system" for message in plain[1:]) and not self._takes_nudges:
+            plain = _folded(plain)
+        return _typed(self._pieces(plain, context))
+
+    @functools.cached_property
+    def _takes_nudges(self) -> bool:
+        """Whether the template leaves a system message wherever it stands in a conversation.
+
+        Asked of the template, not of one conversation: a template may take one in some places only, and what a message
+        becomes must not change when the conversation goes on.
+        """
+        question, answer, nudge = ({"role": role, "content": role} for role in ("user", "assistant", "system"))
         try:
-            pieces = self._pieces(plain, context)
-            if _in_order(plain, pieces):
-                return _typed(pieces)
-        except TemplateRefused as refusal:
-            try:
-                return _typed(self._pieces(_folded(plain), context))
-            except TemplateRefused:
-                raise refusal from None  # it speaks of the messages that were sent
-        return _typed(self._pieces(_folded(plain), context))
+            return all(
+                _in_order(probe, self._pieces(probe, {"tools": None, "add_generation_prompt": False}))
+                for probe in ([question, answer, nudge, question], [question, nudge, answer, question])
+            )
+        except (TemplateRefused, RecursionError):
+            return False
 
     def _pieces(self, messages: Sequence[dict[str, Any]], context: Mapping[str, Any]) -> list[Piece]:
         pieces = self._render_hidden(messages, context)

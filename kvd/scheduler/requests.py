@@ -42,8 +42,7 @@ class TurnRequest:
         ref: the agent.
         prompt: the agent's whole text so far; for `append` only what is added.
         append: `inject`: `prompt` goes after whatever is stored, nothing is matched.
-        continues: `inject` of messages: makes the whole text out of what is stored, when the turn starts; `prompt` is
-            what it makes out of nothing.
+        continues: `inject` of messages: makes the whole text out of what is stored when the turn starts; no `prompt`.
         max_tokens: new tokens at most.
         sampling: how to choose them.
         logprobs: alternatives told with each token's log-probability; None tells none (see `kvd.scheduler.logprobs`).

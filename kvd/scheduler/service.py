@@ -145,14 +145,13 @@ class KvdService:
             raise InvalidParams("inject needs either text or messages", parameter="text")
         priority = params.priority("background")  # others wait for their answers, nobody for this one's
         continues: Continuation | None = None
+        prompt = TypedText(b"", ())
         if params.has("messages"):
             messages = params.messages()
             continues = await self._in_template(context, lambda template: continuation(template, messages))
-            prompt = continues.alone
+        elif data := params.text("text").encode():
+            prompt = TypedText(data, (Span("content", len(data)),))
         else:
-            data = params.text("text").encode()
-            prompt = TypedText(data, (Span("content", len(data)),) if data else ())
-        if not prompt.data:
             raise InvalidParams("the text is empty; send at least one character", parameter="text")
         await self._wait_ready()
         requests = [
