@@ -97,7 +97,7 @@ def continuation(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) 
 
 def _accepted(text: TypedText | TemplateRefused) -> TypedText:
     if isinstance(text, TemplateRefused):
-        raise TemplateRefused(text.message, **text.data)
+        raise text.with_traceback(None)  # several requests may raise it, one after the other
     return text
 
 

@@ -395,10 +395,12 @@ def _injected_into(refs: Sequence[AgentRef], parts: Sequence[object], context: C
     """
     entries: list[object] = []
     for ref, part in zip(refs, parts, strict=True):
-        if isinstance(part, BaseException) and not isinstance(part, KvdError):
+        if isinstance(part, KvdError):
+            entries.append({"agent": ref.agent, "error": context.error_map(part)})
+        elif isinstance(part, BaseException):
             raise part
-        failed = isinstance(part, KvdError)
-        entries.append({"agent": ref.agent, "error": context.error_map(part)} if failed else _injected(part))
+        else:
+            entries.append(_injected(part))
     if context.cancelled and any(isinstance(part, Cancelled) for part in parts):
         raise Cancelled("cancelled by the client; what was computed is kept", agents=entries)
     return {"agents": entries}
