@@ -18,7 +18,7 @@ import pytest
 from tests.support.daemon import Daemon, MakeDaemon
 from tests.support.prose import prose
 
-pytestmark = [pytest.mark.daemon, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.daemon, pytest.mark.timeout(400)]
 
 PERMANENT = ("warden", "marco", "danny")
 Messages = list[dict[str, str]]
@@ -172,7 +172,7 @@ def test_five_phases_and_four_agents(make_daemon: MakeDaemon, tmp_path: Path) ->
 
 @pytest.mark.real_model
 def test_phases_with_a_real_model(make_daemon: MakeDaemon, smollm2_dir: Path, tmp_path: Path) -> None:
-    """P2, P16, P33: SmolLM2 plays a shorter form; each agent still knows its own secret at the end, and no other's."""
+    """P2, P16, P33: SmolLM2 plays a shorter form; asked for its secret at the end, nobody tells another's."""
     secrets = {"warden": "48213", "marco": "90577", "danny": "31946", "analyst": "75068"}
     contexts = {
         agent: f"You are {agent}. Your secret number is {secret}. Remember it: the number {secret} is yours."
