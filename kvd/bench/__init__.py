@@ -5,6 +5,10 @@
 daemons, `machine` measures what the machine can do at most, `ppl` measures page formats, `reference` runs mlx-lm by
 itself, `text` gives technical English, `ttft` measures time to first token.
 
+`soak` is the command that runs a daemon under many clients which behave at random: `soak_client` is one of them,
+`soak_transcript` what it was told, `soak_verify` holds the daemon to that, `soak_run` starts, kills and replaces
+processes, `soak_watch` judges growth, `soak_check` what is left at the end.
+
 May import anything of kvd and kvd_client; nothing of kvd imports it but the command line and the demo.
 """
 

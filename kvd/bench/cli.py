@@ -17,6 +17,7 @@ COMMANDS = {
     "attention": ("kvd.bench.attention", "attention"),
     "capacity": ("kvd.bench.capacity", "capacity"),
     "ppl": ("kvd.bench.ppl", "ppl"),
+    "soak": ("kvd.bench.soak", "soak"),
     "ttft": ("kvd.bench.cli", "ttft"),
 }
 
@@ -41,7 +42,7 @@ class LazyGroup(click.Group):
 def bench() -> None:
     """Measure: speed over pages (attention), perplexity and bytes of formats (ppl), time to first token (ttft).
 
-    Count: bytes of an agent, and agents in a budget (capacity).
+    Count: bytes of an agent, and agents in a budget (capacity). Prove: that nothing is lost or leaks (soak).
     """
 
 

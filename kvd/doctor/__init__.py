@@ -1,6 +1,7 @@
 """`kvd doctor`: examines the machine, the model and the data folder, and heals the folder when told to.
 
-A part of the composition root: it may import anything of kvd and kvd_client; nothing but `kvd.cli_doctor` imports it.
+A part of the composition root: it may import anything of kvd and kvd_client; nothing but `kvd.cli_doctor` and the soak
+(`kvd.bench.soak_check`) imports it.
 Without a repair nothing changes in the data folder, at the socket or beside the model (P8).
 
 - `findings`: a check's result and a report, as plain data.

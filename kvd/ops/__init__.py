@@ -1,9 +1,9 @@
 """Running kvd as a service: logs, sizes, the machine's limits, life under a service manager.
 
 `logs` sets up structlog and knows the one line of a request; `sizes` parses and formats sizes; `footprint` measures a
-process's memory; `device` asks the machine for memory and disk and clamps budget and quota; `lifecycle` speaks to
-systemd and launchd and turns signals into a drain; `errors` holds the faults. May import structlog and kvd.errors;
-no mlx, no numpy, nothing else of kvd.
+process's memory, `open_things` counts its descriptors and threads; `device` asks the machine for memory and disk and
+clamps budget and quota; `lifecycle` speaks to systemd and launchd and turns signals into a drain; `errors` holds the
+faults. May import structlog and kvd.errors; no mlx, no numpy, nothing else of kvd.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from kvd.ops.errors import InheritedSocketUnusable, InvalidSize
 from kvd.ops.footprint import Footprint, measure_footprint, process_footprint_bytes
 from kvd.ops.lifecycle import Notifier, StopAction, StopPlan, handle_stop_signals, inherited_sockets
 from kvd.ops.logs import LEVELS, LogSetup, RequestLine, get_logger, request_line, setup_logging
+from kvd.ops.open_things import count_open_files, count_threads
 from kvd.ops.sizes import format_size, parse_size
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "StopPlan",
     "clamp_budget",
     "clamp_quota",
+    "count_open_files",
+    "count_threads",
     "device_facts",
     "format_size",
     "get_logger",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvd.ids import Namespace
 from kvd.model.forward import stated_scratch_bytes
 from kvd.ops.footprint import measure_footprint
+from kvd.ops.open_things import count_open_files, count_threads
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
 from kvd.scheduler.core import EngineCore
@@ -151,6 +152,8 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "records_written": core.stats.records_written,
         "agents": len(core.agents),
         "footprint_bytes": measure_footprint().footprint_bytes,
+        "open_files": count_open_files(),
+        "threads": count_threads(),
         "scratch_bytes": stated_scratch_bytes(core.spec),
         "fp16_token_bytes": sum(group.fp16_token_bytes for group in core.spec.groups),
         "token_bytes": sum(
