@@ -138,6 +138,7 @@ class Soak:
         self._slots: dict[int, subprocess.Popen[bytes]] = {}
         self._generation: Counter[int] = Counter()
         self._lives: list[list[Sample]] = []
+        self._witness = ""
         self.report = SoakReport()
 
     def run(self) -> SoakReport:
@@ -160,7 +161,7 @@ class Soak:
     def _guarded(self, what: str, function: Callable[[], None]) -> None:
         try:
             function()
-        except (Violation, KvdClientError, EnvironmentFault) as error:
+        except (Violation, KvdClientError, EnvironmentFault, subprocess.TimeoutExpired) as error:
             self._trouble(f"{what}: {type(error).__name__}: {error}")
 
     def _trouble(self, *lines: str) -> None:
@@ -178,6 +179,10 @@ class Soak:
     def _kill_daemon(self) -> None:
         self.daemon.kill()
         self.report.daemon_kills += 1
+
+    def _stop_daemon(self) -> None:
+        if (code := self.daemon.terminate()) != 0:
+            self._trouble(f"the daemon ended with {code} when it was told to stop")
 
     def _sample(self) -> Sample | None:
         try:
@@ -279,7 +284,7 @@ class Soak:
             self._compare(client, continued, "after kill -9")
             self._check_witness(client)
             self._eventually(lambda: self._is_at_rest(client))
-        self.daemon.terminate()
+        self._stop_daemon()
         self._tell("after a graceful stop")
         self._trouble(*check.trouble_in_folder(self._doctor(), notices=True))
         self._start_daemon()
@@ -291,7 +296,7 @@ class Soak:
             empty = lambda: check.trouble_when_empty(client.call("statistics"), self.daemon.data_dir)  # noqa: E731
             self._eventually(lambda: not empty())
             self._trouble(*empty())
-        self.daemon.terminate()
+        self._stop_daemon()
         self._trouble(*check.trouble_in_folder(self._doctor(), notices=True))
         self._trouble(*check.trouble_in_log(self.daemon.log.read_text(errors="replace").splitlines()))
 
