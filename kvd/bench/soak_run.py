@@ -293,9 +293,8 @@ class Soak:
             self._trouble(*check.trouble_with_bytes(client.call("statistics"), self.daemon.data_dir))
             for info in client.agents():
                 client.delete(info.agent)
-            empty = lambda: check.trouble_when_empty(client.call("statistics"), self.daemon.data_dir)  # noqa: E731
-            self._eventually(lambda: not empty())
-            self._trouble(*empty())
+            self._eventually(lambda: not self._trouble_when_empty(client))
+            self._trouble(*self._trouble_when_empty(client))
         self._stop_daemon()
         self._trouble(*check.trouble_in_folder(self._doctor(), notices=True))
         self._trouble(*check.trouble_in_log(self.daemon.log.read_text(errors="replace").splitlines()))
@@ -311,6 +310,9 @@ class Soak:
     def _is_at_rest(self, client: Client) -> bool:
         durable = all(info.durable for info in client.agents())
         return durable and check.is_at_rest(client.call("statistics"), client.call("health"))
+
+    def _trouble_when_empty(self, client: Client) -> list[str]:
+        return check.trouble_when_empty(client.call("statistics"), self.daemon.data_dir)
 
     def _unpin_all(self, client: Client) -> None:
         for info in client.agents():
