@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -88,12 +91,27 @@ def soak(
             longest_tokens=tokens,
         )
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_ended_by_sigterm())
             where = _new_folder(folder) if folder is not None else stack.enter_context(scratch_folder())
             report = Soak(plan, where, lambda line: click.echo(line, err=True)).run()
     except KvdError as error:
         fail(error)
     click.echo(json.dumps(report.facts()) if as_json else render(report))
     sys.exit(1 if report.troubles else 0)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the soak as Ctrl-C does, with every process it started."""
+
+    def end(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _new_folder(folder: Path) -> Path:
