@@ -51,6 +51,7 @@ class RequestLine:
         swapped_in_pages: pages read from disk for it.
         written_bytes: bytes its commit wrote.
         durable: whether the turn is on disk.
+        preemptions: how often it was swapped out for an interactive request, if it was.
     """
 
     method: str
@@ -72,6 +73,7 @@ class RequestLine:
     swapped_in_pages: int | None = None
     written_bytes: int | None = None
     durable: bool | None = None
+    preemptions: int | None = None
 
 
 def request_line(logger: structlog.stdlib.BoundLogger, line: RequestLine) -> None:

@@ -111,13 +111,18 @@ def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: i
     return need + pinned
 
 
-def reserve(core: EngineCore, branch: Branch, needed_bytes: int) -> Reservation:
+def reserve(
+    core: EngineCore, branch: Branch, needed_bytes: int, *, is_background: bool = False, can_leave: bool = False
+) -> Reservation:
     """Ask for the bytes that `refuse_over_budget` named.
 
     Beside others a request needs room for a copy of its open pages too: the reserve that the budget keeps is for one.
     """
-    copies = sum(core.page_bytes(branch.space)) if core.reservations.others_hold else 0
-    return core.reservations.ask(needed_bytes + copies)
+    tail_bytes = sum(core.page_bytes(branch.space))
+    copies = tail_bytes if core.reservations.others_hold else 0
+    return core.reservations.ask(
+        needed_bytes + copies, is_background=is_background, tail_bytes=tail_bytes if can_leave else None
+    )
 
 
 def refuse_pin_over_budget(core: EngineCore, agent: Agent) -> None:

@@ -38,7 +38,7 @@ from kvd.scheduler.agents import (
 )
 from kvd.scheduler.generation import compute_tokens
 from kvd.scheduler.store_door import RecordAnswer
-from kvd.scheduler.waiting import Stop, Wait, Waiting, fault_in, never, until_written
+from kvd.scheduler.waiting import Stop, Wait, Waiting, fault_in, never, until_in, until_written
 from kvd.store.agent_image import AgentImage
 from kvd.store.errors import LogDamaged, LogVanished, PageNotDurable, PageReferenced, RecordInvalid
 from kvd.store.records import AgentRecord, PageEntry, RecordKind
@@ -118,7 +118,7 @@ def make_recordable(core: EngineCore, agent: Agent, branch: Branch, stop: Stop) 
         return
     reservation = reserve(core, branch, refuse_over_budget(core, agent, branch, len(branch.tokens)))
     try:
-        yield from core.reservations.until_in(reservation, stop)
+        yield from until_in(core, reservation, stop)
         core.memory.apply(Activated(branch.space))
         try:
             yield from fault_in(core, branch, stop)

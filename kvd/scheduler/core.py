@@ -33,6 +33,7 @@ from kvd.vm.events import (
     Unpinned,
 )
 from kvd.vm.keys import KeyChain
+from kvd.vm.page import PageState
 from kvd.vm.pager import Pager
 from kvd.vm.text import TypedText, cut_spans
 
@@ -80,6 +81,8 @@ class EngineStatistics:
     requests: int = 0
     turns_not_durable: int = 0
     records_written: int = 0
+    preemptions: int = 0
+    max_batch: int = 1
     decode_steps: int = 0
     decode_rows: int = 0
     largest_batch: int = 0
@@ -112,6 +115,7 @@ class EngineCore:
         chunk_tokens: tokens of a prefill step.
         clock: seconds, monotonic.
         log: told of what an operator wants to know: (event, facts).
+        default_batch: requests that run at once unless the engine was told.
 
     Attributes:
         forgotten: pages nobody maps any more; their files go once no log names them.
@@ -133,7 +137,9 @@ class EngineCore:
         chunk_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         log: Callable[..., None],
+        default_batch: int = 1,
     ) -> None:
+        self.default_batch = default_batch
         self.spec = loaded.spec
         self.codec = loaded.codec
         self.loaded = loaded
@@ -400,6 +406,11 @@ class EngineCore:
     def pages_durable(self, space: SpaceId) -> bool:
         """Whether every sealed page of the space is in swap."""
         return self.pager.residency(space).dirty_pages == 0
+
+    def dirty_pages(self, space: SpaceId) -> list[PageId]:
+        """Sealed pages of the space that are not in swap yet."""
+        pages = [page for segment in self.pager.segments(space) for page in segment.pages]
+        return [page.ref.page_id for page in pages if page.state in (PageState.SEALED_DIRTY, PageState.WRITING)]
 
     # ---- the end of things ------------------------------------------------------------------------------------------
 

@@ -16,19 +16,18 @@ durable.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TypeGuard
 
-from kvd.errors import Busy, Cancelled, Draining, InternalError, KvdError
+from kvd.errors import Draining, InternalError, KvdError
 from kvd.ids import RequestId
 from kvd.ops.logs import RequestLine
 from kvd.scheduler.agents import Agent
+from kvd.scheduler.answering import Answering
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.errors import EngineBroken
@@ -44,16 +43,19 @@ from kvd.scheduler.messages import (
     Stop,
     StoreAnswer,
     Submit,
-    guarded,
 )
+from kvd.scheduler.places import Place
 from kvd.scheduler.requests import JobRequest, Reply, TurnRequest
 from kvd.scheduler.state import (
     CancelWanted,
     DrainWanted,
     DropQueued,
     Finished,
+    Preempt,
+    Preempted,
     RefuseBusy,
     RefuseDraining,
+    Resume,
     Scheduler,
     SchedulerEvent,
     Start,
@@ -64,14 +66,12 @@ from kvd.scheduler.state import (
 from kvd.scheduler.steps import run_steps
 from kvd.scheduler.turn import TurnState, run_turn
 from kvd.scheduler.upkeep import Upkeep
+from kvd.scheduler.waiting import Parked
 from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import PrefetchHinted, Tick
 
 TICK_S = 1.0
 """How often failed writes are tried again at most, and how far apart tries for unsaved turns are at least."""
-
-TYPICAL_WEIGHT = 0.2
-"""Weight of the last request in what a request typically takes."""
 
 BESIDE = ("evict", "prefetch")
 """Operations that compute nothing and write no log: they run beside a request of another agent."""
@@ -84,7 +84,7 @@ class Engine:
         build: makes the core on the engine thread (MLX arrays belong to the thread that made them); it gets the
             callback for the swap thread's answers.
         max_queued: requests that may wait.
-        max_batch: requests that run at once.
+        max_batch: requests that run at once; None for the core's `default_batch`.
         decode_share: part of the time that decode steps get at least while others prefill.
         on_ready: called on the engine thread once requests can run, or with the error that prevented it; once more,
             with an error, when the engine cannot go on.
@@ -97,7 +97,7 @@ class Engine:
         build: Callable[[Callable[[SwapResult], None]], EngineCore],
         *,
         max_queued: int,
-        max_batch: int = 1,
+        max_batch: int | None = 1,
         decode_share: float = 0.5,
         on_ready: Callable[[BaseException | None], None],
         on_request_done: Callable[[RequestLine], None],
@@ -105,21 +105,23 @@ class Engine:
     ) -> None:
         self._build = build
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._scheduler = Scheduler(max_queued=max_queued, max_running=max_batch)
-        self._planner = IterationPlanner(decode_share=decode_share)
+        self._max_queued = max_queued
         self._max_batch = max_batch
-        self._requests: dict[RequestId, HeldRequest] = {}
+        self._scheduler = Scheduler(max_queued=max_queued)
+        self._planner = IterationPlanner(decode_share=decode_share)
+        self._answering = Answering(on_request_done)
+        self._requests = self._answering.requests
         self._on_ready = on_ready
-        self._on_request_done = on_request_done
         self._check = check
         self._running: dict[RequestId, HeldRequest] = {}
+        self._parked: dict[RequestId, HeldRequest] = {}
         self._beside: list[HeldRequest] = []
         self._core: EngineCore | None = None
         self._upkeep: Upkeep | None = None
         self._stopping = False
         self._draining = False
         self._last_tick_s = 0.0
-        self._typical_s = 0.0
+        self._changes = 0
         self._next_request = 0
         self._id_lock = threading.Lock()
         self.drained = threading.Event()
@@ -169,9 +171,11 @@ class Engine:
 
     @property
     def queue_facts(self) -> dict[str, object]:
-        """Running and queued counts, for health; a snapshot without waiting for the engine."""
-        running, queued = self._scheduler.counts
-        return {"running": running, "queued": queued}
+        """Running, queued and preempted counts, for health; a snapshot without waiting for the engine."""
+        scheduler = self._scheduler
+        running, queued = scheduler.counts
+        preempted = len(scheduler.preempted)
+        return {"running": running, "queued": queued, "preempted": preempted, "max_batch": scheduler.max_running}
 
     # ---- the engine thread ------------------------------------------------------------------------------------------
 
@@ -179,6 +183,10 @@ class Engine:
         try:
             self._core = self._build(lambda result: self._inbox.put(StoreAnswer(result)))
             self._upkeep = Upkeep(self._core, time.monotonic, TICK_S)
+            self._answering.core = self._core
+            max_batch = self._max_batch if self._max_batch is not None else self._core.default_batch
+            self._answering.at_once = self._core.stats.max_batch = max_batch
+            self._scheduler = Scheduler(max_queued=self._max_queued, max_running=max_batch)  # nothing has come yet
         except BaseException as error:  # the daemon must hear of it and exit with the reason
             self.drained.set()
             self._on_ready(error)
@@ -196,6 +204,8 @@ class Engine:
         """Once round the loop."""
         self._take_messages(block=False)
         self._tick()
+        self._core_now.reservations.review()
+        self._tell_places()
         ready = [held for held in (*self._beside, *self._running.values()) if held.can_go_on()]
         for held in ready:
             self._go_on(held)
@@ -203,6 +213,15 @@ class Engine:
         if not ready and not self._iterate() and not self._stopping:
             self._take_messages(block=True)
         self.last_progress_s = time.monotonic()
+
+    @property
+    def _core_now(self) -> EngineCore:
+        assert self._core is not None
+        return self._core
+
+    def _tell_places(self) -> None:
+        version = (self._changes, self._core_now.reservations.changes)
+        self._answering.tell_places(version, lambda: self._scheduler.line)
 
     def _die(self, cause: BaseException) -> None:
         """The engine's own state cannot be trusted: tell everybody, and turn away whoever still comes."""
@@ -214,7 +233,7 @@ class Engine:
         try:
             self._on_ready(cause)
         except Exception as caught:
-            self._callback_failed(caught)
+            self._answering.callback_failed(caught)
         self._end(error)
         while not self._stopping:
             self._turn_away(self._inbox.get(), error)
@@ -222,14 +241,14 @@ class Engine:
     def _end(self, error: KvdError) -> None:
         """Answer everybody who waits; what was computed and not committed is lost with the process."""
         assert self._core is not None
-        self._running, self._beside = {}, []
+        self._running, self._parked, self._beside = {}, {}, []
         for work in [held.work for held in self._requests.values() if held.work is not None]:
             try:
                 work.close()
             except (Exception, EngineBroken) as caught:  # nothing is left that it could harm
                 self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
         for request_id in tuple(self._requests):
-            self._answer(request_id, None, error)
+            self._answering.answer(request_id, None, error)
         while True:
             try:
                 message = self._inbox.get_nowait()
@@ -240,7 +259,7 @@ class Engine:
     def _turn_away(self, message: Message, error: KvdError) -> None:
         match message:
             case Submit(request, reply):
-                self._reply(HeldRequest(request, reply, 0.0), None, error)
+                self._answering.reply(HeldRequest(request, reply, 0.0), None, error)
             case Call(_, future):
                 if future.set_running_or_notify_cancel():
                     future.set_exception(error)
@@ -267,7 +286,7 @@ class Engine:
 
     def _take_messages(self, *, block: bool) -> None:
         try:
-            message = self._inbox.get(timeout=self._patience_s()) if block else self._inbox.get_nowait()
+            message = self._inbox.get(timeout=self._answering.patience_s(TICK_S)) if block else self._inbox.get_nowait()
             while True:
                 self._take(message)
                 message = self._inbox.get_nowait()
@@ -278,12 +297,7 @@ class Engine:
         assert self._core is not None
         match message:
             case Submit(request, reply):
-                if isinstance(request, TurnRequest):
-                    request = replace(request, emit=guarded(request.emit, self._callback_failed))
-                held = HeldRequest(request, reply, self._core.clock())
-                self._requests[request.request_id] = held
-                if isinstance(request, TurnRequest) and request.timeout_s is not None:
-                    held.deadline_s = held.submitted_s + request.timeout_s
+                held = self._answering.take(request, reply)
                 if self._can_run_beside(request):
                     held.work = run_job(self._core, request, held.stop)
                     self._beside.append(held)
@@ -327,12 +341,6 @@ class Engine:
             request.request_id, first=held.internal, agents=held.agents, client=request.connection, priority=priority
         )
 
-    def _patience_s(self) -> float:
-        """How long the loop may sleep."""
-        assert self._core is not None
-        deadlines = [held.deadline_s for held in self._requests.values() if held.deadline_s is not None]
-        return min([TICK_S, *(max(0.0, deadline - self._core.clock()) for deadline in deadlines)])
-
     def _look_drained(self) -> None:
         if self._draining and self._scheduler.is_idle and not self._beside:
             self.drained.set()
@@ -341,31 +349,38 @@ class Engine:
         """Whether an operation can start at once: nothing of its agent runs or waits, and others do."""
         if not isinstance(request, JobRequest) or request.operation not in BESIDE or self._draining:
             return False
-        ahead = [*self._scheduler.running, *self._scheduler.queued]
+        beside = [request.request_id, *(held.request.request_id for held in self._beside)]
+        ahead = [number for number in self._requests if number not in beside]
         return bool(ahead) and all(request.ref not in self._requests[number].agents for number in ahead)
 
     def _schedule(self, event: SchedulerEvent) -> None:
+        self._changes += 1
         for instruction in self._scheduler.handle(event):
             match instruction:
                 case Start(request_id):
                     self._start(self._requests[request_id])
+                case Preempt(request_id, wanted):
+                    state = self._requests[request_id].state
+                    assert state is not None
+                    state.slot_wanted = wanted
+                case Resume(request_id):
+                    held = self._running[request_id] = self._parked.pop(request_id)
+                    assert isinstance(held.wait, Parked)
+                    held.wait.resumed = True
                 case TellQueued(request_id, position):
-                    held = self._requests[request_id]
-                    if isinstance(held.request, TurnRequest):
-                        wait_s = self._typical_s * math.ceil(position / self._max_batch)
-                        held.request.emit({"type": "queued", "position": position, "wait_s": round(wait_s, 3)})
-                        self._hint(held.request)
+                    self._answering.tell_place(request_id, Place(position, "slot"))
+                    self._hint(self._requests[request_id].request)
                 case StopRunning(request_id):
+                    if (held := self._parked.pop(request_id, None)) is not None:
+                        self._running[request_id] = held  # it has to commit
                     self._requests[request_id].end_early()
                 case DropQueued(request_id):
-                    reason = self._requests[request_id].stop_reason
-                    message = "cancelled while queued" if reason == BY_CLIENT else f"{reason}, while it was queued"
-                    self._answer(request_id, None, Cancelled(f"{message}; nothing was computed"))
+                    self._answering.drop_queued(request_id)
                 case RefuseBusy(request_id, queued):
-                    error = Busy(f"{queued} requests are queued already", retry_after_s=1.0, queued=queued)
-                    self._answer(request_id, None, error)
+                    self._answering.refuse_busy(request_id, queued)
                 case RefuseDraining(request_id):
-                    self._answer(request_id, None, Draining("the daemon is draining and takes no new requests"))
+                    error = Draining("the daemon is draining and takes no new requests")
+                    self._answering.answer(request_id, None, error)
 
     def _start(self, held: HeldRequest) -> None:
         assert self._core is not None
@@ -378,9 +393,11 @@ class Engine:
         held.started_s = self._core.clock()
         self._running[held.request.request_id] = held
 
-    def _hint(self, request: TurnRequest) -> None:
+    def _hint(self, request: TurnRequest | JobRequest) -> None:
         """A turn waits: the pages it will go on from can come in meanwhile, if they can be resident at all."""
         assert self._core is not None
+        if not isinstance(request, TurnRequest):
+            return
         agent, pager = self._core.agents.known(request.ref), self._core.pager
         if agent is None or not pager.fits(pager.working_set_bytes(agent.branch.space)):
             return
@@ -394,6 +411,8 @@ class Engine:
         error: KvdError | None = None
         try:
             held.resume()
+            if isinstance(held.wait, Parked) and not held.stopping:
+                self._park(held)
             return
         except StopIteration as stop:
             result = stop.value
@@ -406,43 +425,28 @@ class Engine:
             error = InternalError(f"the request failed: {type(caught).__name__}; the daemon's log has the details")
         self._core.stats.requests += not held.internal
         request_id = held.request.request_id
-        self._answer(request_id, result, error)
+        self._answering.answer(request_id, result, error)
         if self._check:
             self._core.pager.check_integrity()
         if self._running.pop(request_id, None) is not None:
             self._planner.forget(request_id)
-            seconds = self._core.clock() - held.started_s
-            self._typical_s += TYPICAL_WEIGHT * (seconds - self._typical_s)
+            self._answering.note_typical(held)
             self._keep_up(idle=not self._scheduler.queued and not self._running)
             self._schedule(Finished(request_id))
         else:
             self._beside.remove(held)
         self._look_drained()
 
-    def _answer(self, request_id: RequestId, result: object, error: KvdError | None) -> None:
-        held = self._requests.pop(request_id)
-        try:
-            if self._core is not None and not held.internal:
-                self._on_request_done(held.line(self._core.clock(), result, error))
-        except Exception as caught:
-            self._callback_failed(caught)
-        self._reply(held, result, error)
-
-    def _reply(self, held: HeldRequest, result: object, error: KvdError | None) -> None:
-        try:
-            held.answer(result, error)
-        except Exception as caught:
-            self._callback_failed(caught)
-
-    def _callback_failed(self, caught: Exception) -> None:
-        assert self._core is not None
-        self._core.log("callback_failed", error=f"{type(caught).__name__}: {caught}")
+    def _park(self, held: HeldRequest) -> None:
+        """A turn was preempted: its slot is free."""
+        request_id = held.request.request_id
+        self._parked[request_id] = self._running.pop(request_id)
+        self._schedule(Preempted(request_id))
 
     def _tick(self) -> None:
         assert self._core is not None
-        for request_id, held in tuple(self._requests.items()):
-            if held.deadline_s is not None and self._core.clock() >= held.deadline_s:
-                self._cancel(request_id, f"timed out after {held.deadline_s - held.submitted_s:g} s")
+        for request_id, reason in self._answering.overdue().items():
+            self._cancel(request_id, reason)
         now = time.monotonic()
         if now - self._last_tick_s < TICK_S:
             return
@@ -464,8 +468,7 @@ class Engine:
         assert self._core is not None
         request = JobRequest(self.new_request_id(), agent.ref, operation, internal=True)
         reply = self._saved if operation == "save" else lambda result, error: None
-        held = self._requests[request.request_id] = HeldRequest(request, reply, self._core.clock())
-        self._schedule(self._submitted(held))
+        self._schedule(self._submitted(self._answering.take(request, reply)))
 
     def _saved(self, result: object, error: KvdError | None) -> None:
         assert self._upkeep is not None

@@ -1,6 +1,7 @@
 """The computing part of a turn: prefill in chunks, decode until something ends it.
 
-The steps themselves are run by the engine, together with those of other requests: at each the turn waits.
+The steps themselves are run by the engine, together with those of other requests: at each the turn waits, and before
+each it may be preempted (`kvd.scheduler.residence`).
 
 Owner: the engine thread. May import kvd.model (through the core), kvd.vm.events and siblings.
 """
@@ -16,40 +17,89 @@ from kvd.scheduler.logprobs import entry
 from kvd.scheduler.requests import FinishReason
 from kvd.scheduler.sampling import Logits, Sampler, TokenLogprob
 from kvd.scheduler.stopping import StopWatch
-from kvd.scheduler.waiting import StepWanted, Stop, Wait, Waiting, never, raise_if_stopped, until_ready
+from kvd.scheduler.waiting import (
+    StepWanted,
+    Stop,
+    Wait,
+    Waiting,
+    cut_held,
+    never,
+    raise_if_stopped,
+    until_ready,
+)
 from kvd.vm.events import GrowthWanted
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
+    from kvd.scheduler.residence import Residence
     from kvd.scheduler.turn import TurnState
 
 
 def step(
-    core: EngineCore, branch: Branch, ids: list[int], stop: Stop, *, wants_logits: bool
+    core: EngineCore,
+    branch: Branch,
+    ids: list[int],
+    stop: Stop,
+    *,
+    wants_logits: bool,
+    residence: Residence | None = None,
 ) -> Generator[Wait, None, Logits | None]:
     """Have KV of the branch's next `ids` computed; logits [vocab] of the last one when wanted.
+
+    Args:
+        core: the engine's parts.
+        branch: active and ready.
+        ids: its next tokens without KV.
+        stop: why the request is to end, if it is.
+        wants_logits: of the last token.
+        residence: of a turn: before the step has run it gives way when somebody wants its place.
 
     Raises:
         Cancelled, Busy: no frame for the tokens (see `until_ready`), or `stop` said so before it ran.
         KvdError: the model failed; none of the tokens count, and the branch can go on.
     """
-    core.memory.apply(GrowthWanted(branch.space, len(ids)))
-    if not core.pager.is_ready(branch.space):
-        yield from until_ready(core, branch.space, stop)
-    want = StepWanted(branch, ids, stop, wants_logits=wants_logits)
-    yield want
-    return want.result()
+    if residence is None:
+        core.memory.apply(GrowthWanted(branch.space, len(ids)))
+        if not core.pager.is_ready(branch.space):
+            yield from until_ready(core, branch.space, stop)
+        want = StepWanted(branch, ids, stop, wants_logits=wants_logits)
+        yield want
+        return want.result()
+    while True:
+        yield from _give_way(core, branch, stop, residence)
+        core.memory.apply(GrowthWanted(branch.space, len(ids)))
+        if not core.pager.is_ready(branch.space):
+            yield from residence.until_ready()
+            if residence.is_wanted:
+                continue
+        want = StepWanted(branch, ids, stop, wants_logits=wants_logits, gives_way=lambda: residence.is_wanted)
+        yield want
+        if want.done or stop() is not None:
+            return want.result()
 
 
-def replay(branch: Branch, stop: Stop) -> Generator[Wait, None, Logits | None]:
+def _give_way(core: EngineCore, branch: Branch, stop: Stop, residence: Residence) -> Waiting:
+    """Preempted: leave and come back to the same token; what was lost meanwhile is computed again."""
+    start = branch.computed
+    while residence.is_wanted:
+        yield from residence.give_way()
+        while branch.computed < start:
+            ids = branch.tokens[branch.computed : min(start, branch.computed + core.chunk_tokens)]
+            yield from step(core, branch, ids, stop, wants_logits=False, residence=residence)
+
+
+def replay(core: EngineCore, branch: Branch, stop: Stop, residence: Residence) -> Generator[Wait, None, Logits | None]:
     """Logits [vocab] of the branch's last token again, from KV that exists.
 
     Raises:
         Cancelled, KvdError: as `step`.
     """
-    want = StepWanted(branch, branch.tokens[-1:], stop, replays=True)
-    yield want
-    return want.result()
+    while True:
+        yield from _give_way(core, branch, stop, residence)
+        want = StepWanted(branch, branch.tokens[-1:], stop, replays=True, gives_way=lambda: residence.is_wanted)
+        yield want
+        if want.done or stop() is not None:
+            return want.result()
 
 
 def compute_tokens(
@@ -59,6 +109,7 @@ def compute_tokens(
     *,
     wants_logits: bool = False,
     on_chunk: Callable[[], None] = lambda: None,
+    residence: Residence | None = None,
 ) -> Generator[Wait, None, Logits | None]:
     """Compute every token of the branch that has no KV, in chunks; logits of the last one when wanted.
 
@@ -71,7 +122,7 @@ def compute_tokens(
         raise_if_stopped(stop)
         chunk = branch.tokens[branch.computed : branch.computed + core.chunk_tokens]
         is_last = branch.computed + len(chunk) == total
-        logits = yield from step(core, branch, chunk, stop, wants_logits=is_last and wants_logits)
+        logits = yield from step(core, branch, chunk, stop, wants_logits=is_last and wants_logits, residence=residence)
         on_chunk()
     return logits
 
@@ -88,16 +139,25 @@ class Generation:
         branch: active and ready; its tokens are the prompt.
         state: request, cancellation, times.
         sampler: chooses tokens.
+        residence: what the turn holds of the machine.
         kept_tokens: tokens the branch had before the turn; they stay whatever happens.
     """
 
     def __init__(
-        self, core: EngineCore, branch: Branch, state: TurnState, sampler: Sampler, *, kept_tokens: int
+        self,
+        core: EngineCore,
+        branch: Branch,
+        state: TurnState,
+        sampler: Sampler,
+        residence: Residence,
+        *,
+        kept_tokens: int,
     ) -> None:
         self._core = core
         self._branch = branch
         self._state = state
         self._sampler = sampler
+        self._residence = residence
         self._kept_tokens = kept_tokens
         self._watch = StopWatch(core.codec, state.request.stop)
         self._generated: list[int] = []
@@ -114,23 +174,32 @@ class Generation:
             replaying: all KV exists: run the last token once more without writing, for its logits.
         """
         core, branch, request = self._core, self._branch, self._state.request
-        began_s = core.clock()
+        began_s = self._here_s()
 
         def tell() -> None:
             request.emit({"type": "prefill", "done_tokens": branch.computed, "total_tokens": self.prompt_tokens})
 
         try:
             if replaying:
-                return (yield from replay(branch, self._state.stop))
+                return (yield from replay(core, branch, self._state.stop, self._residence))
             wants_logits = request.max_tokens > 0
-            return (yield from compute_tokens(core, branch, self._state.stop, wants_logits=wants_logits, on_chunk=tell))
+            return (
+                yield from compute_tokens(
+                    core,
+                    branch,
+                    self._state.stop,
+                    wants_logits=wants_logits,
+                    on_chunk=tell,
+                    residence=self._residence,
+                )
+            )
         finally:
-            self._state.times.prefill_s = core.clock() - began_s
+            self._state.times.prefill_s = self._here_s() - began_s
 
     def decode(self, logits: Logits) -> Generator[Wait, None, FinishReason]:
         """Sample and step until something ends the turn; the last sampled token stays pending."""
         core, branch, state = self._core, self._branch, self._state
-        began_s = core.clock()
+        began_s = self._here_s()
         try:
             while True:
                 raise_if_stopped(state.stop)
@@ -152,11 +221,13 @@ class Generation:
                 if len(self._generated) >= state.request.max_tokens:
                     self._emit(self._watch.flush())
                     return "length"
-                next_logits = yield from step(core, branch, [token], state.stop, wants_logits=True)
+                next_logits = yield from step(
+                    core, branch, [token], state.stop, wants_logits=True, residence=self._residence
+                )
                 assert next_logits is not None
                 logits = next_logits
         finally:
-            state.times.decode_s = core.clock() - began_s
+            state.times.decode_s = self._here_s() - began_s
 
     def settle_text(self) -> None:
         """Give the generated tokens their text; ids beyond what was given out go."""
@@ -173,6 +244,7 @@ class Generation:
 
         Raises:
             NoRoomForCopy: a cut inside a page found no frame (see `apply_when_room`).
+            Busy: the turn was cancelled while it was preempted, and the page that is cut could not be read.
         """
         self.settle_text()
         branch = self._branch
@@ -181,7 +253,14 @@ class Generation:
             # a cancelled prefill leaves ids without KV: keep what was computed, on a character border, and what there
             # was before
             tokens = max(self._kept_tokens, branch.border_at_most(branch.computed))
-        yield from self._core.cut_branch(branch, tokens, never)
+        if self._residence.is_active or branch.computed <= tokens:
+            yield from self._core.cut_branch(branch, tokens, never)
+        else:
+            yield from cut_held(self._core, branch, tokens, never)
+
+    def _here_s(self) -> float:
+        """The clock without the time for which the turn was preempted."""
+        return self._core.clock() - self._state.times.away_s
 
     def _emit(self, text: str) -> None:
         if text:

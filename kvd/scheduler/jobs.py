@@ -17,7 +17,7 @@ from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable,
 from kvd.scheduler.errors import NotDeleted
 from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.views import agent_info
-from kvd.scheduler.waiting import Stop, Wait, hold_cut, release_cut, until_written
+from kvd.scheduler.waiting import Stop, Wait, cut_held, until_written
 from kvd.store.records import RecordKind
 from kvd.vm.errors import SpaceInUse
 from kvd.vm.events import EvictionWanted, Pinned, PrefetchHinted, Unpinned
@@ -73,14 +73,7 @@ def _rollback(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     branch = agent.branch
     tokens = branch.border_at_most(_cut_point(branch.tokens, request.arguments["tokens"]))
     refuse_over_budget(core, agent, branch, tokens)
-    # the page that is cut must be resident, since its first tokens are copied; nothing else need be
-    kept, _ = yield from hold_cut(core, branch, tokens, stop)
-    try:
-        if kept < min(tokens, branch.computed):
-            core.cut_kv(branch, kept)  # a page border: pages that the shorter branch needs are lost
-        yield from core.cut_branch(branch, tokens, stop)
-    finally:
-        release_cut(core, branch)
+    yield from cut_held(core, branch, tokens, stop)
     return (yield from _save_and_tell(core, agent, "rollback", stop))
 
 

@@ -122,6 +122,9 @@ class Memory:
         numerics: version of the arithmetic; part of every page header.
         on_forget: called with pages nobody maps any more.
         on_event: told of faults for the log: (what, facts).
+
+    Attributes:
+        failed_writes: of pages that are not in swap for it: how often their write failed.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class Memory:
         self._on_event = on_event
         self._spaces: dict[SpaceId, SpaceFacts] = {}
         self._pages: dict[PageId, PageFacts] = {}
+        self.failed_writes: dict[PageId, int] = {}
         self._loading: dict[PageId, Load] = {}
         self._read_at_tick: list[Load] = []
         # pages given up although their files may be good: those stay, whoever forgets the pages
@@ -242,6 +246,7 @@ class Memory:
                 self._load(page, Load(frame, space_facts.layouts[group], tokens, read))
             case ForgetPage(page):
                 self._pages.pop(page, None)
+                self.failed_writes.pop(page, None)
                 if page in self._spared:
                     self._spared.remove(page)
                 else:
@@ -258,9 +263,11 @@ class Memory:
             if self.pager.writes_fail:
                 self._on_event("page_writes_resumed", level="info")
             self.statistics.pages_written += 1
+            self.failed_writes.pop(page, None)
             self.apply(WriteDone(page))
             return
         self.statistics.write_failures += 1
+        self.failed_writes[page] = self.failed_writes.get(page, 0) + 1
         self.statistics.last_write_failure = error.message
         if not self.pager.writes_fail:
             self._on_event("page_write_failed", page=page, reason=error.message)

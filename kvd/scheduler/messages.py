@@ -171,6 +171,7 @@ class HeldRequest:
             swapped_in_pages=turn.swapped_in_pages if turn is not None else None,
             written_bytes=turn.written_bytes if turn is not None else None,
             durable=turn.durable if turn is not None else None,
+            preemptions=(self.state.preemptions or None) if self.state is not None else None,
         )
 
 

@@ -51,7 +51,8 @@ class TurnRequest:
         method: the protocol's method, for the request's log line.
         hooks: further logits hooks, run after those that `sampling` stands for.
         on_context_full: what to do when prompt and `max_tokens` exceed the model's context.
-        priority: `background` starts when nothing `interactive` waits (see `kvd.scheduler.state`).
+        priority: `background` starts when nothing `interactive` waits, and is preempted for it (see
+            `kvd.scheduler.state`).
         timeout_s: it is cancelled so long after it came; None for never.
         connection: number of the caller's connection, for the log line.
         peer_pid: the caller's process, for the log line.
@@ -112,6 +113,8 @@ class TurnResult:
         appended_tokens: prompt tokens that were not stored before (for `inject`: what it added).
         swapped_in_pages: sealed pages read from disk for it.
         written_bytes: bytes its commit wrote: the log's record, and the pages that the record is the first to name.
+        preemptions: how often it was swapped out for an interactive request.
+        preempted_s: how long it was out, without the time its pages took to come back.
         context_full: `length` because the model's context is full, before `max_tokens` were made.
         logprobs: one map for each of the `completion_tokens`; None when they were not asked for.
     """
@@ -135,6 +138,8 @@ class TurnResult:
     swapped_in_pages: int
     appended_tokens: int = 0
     written_bytes: int = 0
+    preemptions: int = 0
+    preempted_s: float = 0.0
     context_full: bool = False
     logprobs: Sequence[Mapping[str, object]] | None = None
 

@@ -1,9 +1,16 @@
 """Who may be in RAM at once: running requests reserve the bytes they may come to need before they hold any.
 
 Theory of operation. A request asks for the whole working set it can grow to. It is let in when that fits beside what
-others hold, or when nobody holds anything: what could never fit was refused before. Requests are let in in the order
-they asked, so the one that waits longest cannot be starved by small ones, and since it holds nothing while it waits,
-those it waits for can always end. Pages that several share are counted for each: never too little.
+others hold, or when nobody holds anything: what could never fit was refused before. Requests are let in in order:
+`interactive` ones, then those that were preempted, then `background` ones, each as they asked; who was overtaken
+`MAX_PASSED` times goes first. Nobody overtakes the first because it is smaller. What waits holds nothing, so those it
+waits for can always end. Pages that several share are counted for each: never too little.
+
+Preemption. When an `interactive` request is first and does not fit, the places of the background requests that were
+let in last are *wanted*, as many as make it fit, and none when all of them would not. The same happens, to anybody but
+the one that was let in first, when the budget shrinks below what is held. A request whose place is wanted leaves it at
+its next step boundary and asks again later. It keeps the bytes of its open pages, which are nowhere but in RAM. If
+these alone stand between the first in line and its place, they are given up: their tokens are computed again.
 
 Owner: the engine thread. May import siblings.
 """
@@ -13,14 +20,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd.scheduler.waiting import Stop, Waiting, raise_if_stopped
+from kvd.scheduler.state import MAX_PASSED, MAX_PREEMPTIONS
 
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """What one request may come to need; `reserved_bytes` counts from when it is let in."""
+    """What one request may come to need. Changed by `Reservations` only.
+
+    Attributes:
+        reserved_bytes: counted from when it is let in.
+        is_background: others may want its place.
+        tail_bytes: what it keeps when it leaves its place; None when it cannot leave.
+        is_wanted: somebody else needs its place.
+        kept_bytes: what it holds while it is out.
+        give_up: lets go of the kept bytes.
+        preemptions: how often it left its place.
+        passed: how often it was overtaken since it asked.
+    """
 
     reserved_bytes: int
+    is_background: bool = False
+    tail_bytes: int | None = None
+    is_wanted: bool = False
+    kept_bytes: int = 0
+    give_up: Callable[[], None] | None = None
+    preemptions: int = 0
+    passed: int = 0
+
+    @property
+    def is_immune(self) -> bool:
+        """It was preempted so often that no request may want its place any more."""
+        return self.preemptions >= MAX_PREEMPTIONS
 
 
 class Reservations:
@@ -28,17 +58,28 @@ class Reservations:
 
     Args:
         usable_bytes: what all together may hold.
+
+    Attributes:
+        changes: grows whenever a place may have changed.
     """
 
     def __init__(self, usable_bytes: Callable[[], int]) -> None:
         self._usable_bytes = usable_bytes
+        self._seen_usable_bytes = 0
         self._waiting: list[Reservation] = []
         self._held: list[Reservation] = []
+        self._keeping: list[Reservation] = []
+        self.changes = 0
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all requests that were let in."""
-        return sum(each.reserved_bytes for each in self._held)
+        """Bytes of all requests that were let in, and what preempted ones keep."""
+        return sum(each.reserved_bytes for each in self._held) + self.kept_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that preempted requests keep."""
+        return sum(each.kept_bytes for each in self._keeping)
 
     @property
     def waiting(self) -> int:
@@ -46,41 +87,130 @@ class Reservations:
         return len(self._waiting)
 
     @property
+    def holding(self) -> int:
+        """Requests that were let in."""
+        return len(self._held)
+
+    @property
     def others_hold(self) -> bool:
         """Whether a request that asks now comes beside others."""
-        return bool(self._held or self._waiting)
+        return bool(self._held or self._waiting or self._keeping)
 
-    def ask(self, reserved_bytes: int) -> Reservation:
+    def ask(self, reserved_bytes: int, *, is_background: bool = False, tail_bytes: int | None = None) -> Reservation:
         """Take a place in the line; `release` gives it, or what it turned into, back."""
-        asked = Reservation(reserved_bytes)
-        self._waiting.append(asked)
-        self._let_in()
+        asked = Reservation(reserved_bytes, is_background, tail_bytes)
+        self.ask_again(asked)
         return asked
+
+    def ask_again(self, reservation: Reservation) -> None:
+        """Stand in line after `leave`."""
+        reservation.passed = 0
+        self._waiting.append(reservation)
+        self._let_in()
 
     def is_in(self, reservation: Reservation) -> bool:
         """Whether it was let in."""
         return reservation in self._held
 
-    def until_in(self, reservation: Reservation, stop: Stop) -> Waiting:
-        """Wait to be let in.
+    def place(self, reservation: Reservation) -> int | None:
+        """Its place in the line, 1 for the first; None when it does not wait."""
+        if reservation not in self._waiting:
+            return None
+        return sorted(self._waiting, key=_rank).index(reservation) + 1
 
-        Raises:
-            Cancelled: `stop` said so; the caller releases.
+    def leave(self, reservation: Reservation, give_up: Callable[[], None] | None = None) -> None:
+        """Give the place back, in RAM or in the line, to ask again later.
+
+        Args:
+            reservation: of a request that holds no more than its `tail_bytes` from here on.
+            give_up: of one that was in: lets go of these, too; called at most once, when somebody needs them.
         """
-        if not self.is_in(reservation):
-            yield lambda: self.is_in(reservation) or stop() is not None
-            raise_if_stopped(stop)
+        was_in = self.is_in(reservation)
+        self._remove(reservation)
+        if was_in:
+            reservation.preemptions += 1
+            reservation.kept_bytes, reservation.give_up = reservation.tail_bytes or 0, give_up
+            self._keeping.append(reservation)
+        self._let_in()
 
     def release(self, reservation: Reservation) -> None:
-        """The request ended, whether it was let in or not; a second time does nothing."""
+        """The request ended, wherever it stood; a second time does nothing."""
+        self._remove(reservation)
+        self._forget_kept(reservation)
+        self._let_in()
+
+    def review(self) -> None:
+        """What is usable may have changed."""
+        if self._usable_bytes() != self._seen_usable_bytes:
+            self._let_in()
+
+    # ---- who comes and who goes -------------------------------------------------------------------------------------
+
+    def _remove(self, reservation: Reservation) -> None:
         for line in (self._waiting, self._held):
             if reservation in line:
                 line.remove(reservation)
-        self._let_in()
+        reservation.is_wanted = False
+
+    def _forget_kept(self, reservation: Reservation) -> None:
+        if reservation in self._keeping:
+            self._keeping.remove(reservation)
+        reservation.kept_bytes, reservation.give_up = 0, None
 
     def _let_in(self) -> None:
+        self.changes += 1
+        self._seen_usable_bytes = self._usable_bytes()
         while self._waiting:
-            first = self._waiting[0]
-            if self._held and self.reserved_bytes + first.reserved_bytes > self._usable_bytes():
-                return
-            self._held.append(self._waiting.pop(0))
+            first = min(self._waiting, key=_rank)
+            if self._held and not self._fits(first):
+                break
+            while not self._fits(first) and (others := [each for each in self._keeping if each is not first]):
+                give_up = others[-1].give_up
+                self._forget_kept(others[-1])
+                if give_up is not None:
+                    give_up()
+            for other in self._waiting[: self._waiting.index(first)]:
+                other.passed += 1
+            self._waiting.remove(first)
+            self._forget_kept(first)
+            self._held.append(first)
+        wanted = self._wanted()
+        for each in self._held:
+            each.is_wanted = each in wanted
+
+    def _fits(self, first: Reservation, without: tuple[Reservation, ...] = ()) -> bool:
+        """Whether there is room for one more; `without`: as if these had left."""
+        gone_bytes = sum(each.reserved_bytes - (each.tail_bytes or 0) for each in without)
+        return self.reserved_bytes - first.kept_bytes - gone_bytes + first.reserved_bytes <= self._usable_bytes()
+
+    def _wanted(self) -> tuple[Reservation, ...]:
+        """Those whose place is needed, the last let in first."""
+        held_bytes = self.reserved_bytes
+        goes: list[Reservation] = []
+        able = [each for each in reversed(self._held) if each.tail_bytes is not None and each is not self._held[0]]
+        for each in sorted(able, key=lambda each: (not each.is_background, each.is_immune)):
+            if held_bytes <= self._usable_bytes():
+                break
+            goes.append(each)
+            held_bytes -= each.reserved_bytes - (each.tail_bytes or 0)
+        first = min(self._waiting, key=_rank, default=None)
+        if first is None or first.is_background:
+            return tuple(goes)
+        chosen = list(goes)
+        able = [each for each in reversed(self._held) if each.is_background and not each.is_immune]
+        for each in able:
+            if self._fits(first, tuple(chosen)):
+                break
+            if each.tail_bytes is not None and each not in chosen:
+                chosen.append(each)
+        # when nobody is left who holds anything, the first in line is let in whatever it needs
+        return tuple(chosen if self._fits(first, tuple(chosen)) or len(chosen) == len(self._held) else goes)
+
+
+def _rank(reservation: Reservation) -> tuple[bool, bool, bool]:
+    """Less is sooner; of equals the one that asked first."""
+    return (
+        reservation.passed < MAX_PASSED,
+        reservation.is_background,
+        not reservation.preemptions,
+    )

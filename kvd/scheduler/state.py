@@ -6,6 +6,12 @@ agent's line: the engine's own work, then whoever was passed over `MAX_PASSED` t
 `background`; between equals the client that was served longest ago, then the agent that was, then the order of arrival.
 So nobody waits for ever: a request is overtaken by a bounded number of later ones.
 
+Preemption. While an `interactive` request could start but for a slot, a running `background` one, the last that
+started, is asked to give way. At its next step boundary it is `Preempted`: it leaves its slot and keeps its agents, so
+that nobody sees a turn half done, and is *parked*: it stands before all other background requests, and goes on, not
+from the start, with `Resume`. After `MAX_PREEMPTIONS` it is asked no more. A turn that gave way for memory
+(`kvd.scheduler.reserving`) is parked in the same way.
+
 May import kvd.ids and kvd.errors.
 """
 
@@ -21,6 +27,10 @@ Priority = Literal["interactive", "background"]
 
 MAX_PASSED = 32
 """A request that so many later ones have overtaken goes first."""
+
+
+MAX_PREEMPTIONS = 4
+"""A request that was preempted so often runs to its end: each time costs it a swap-out and a swap-in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +60,15 @@ class CancelWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted:
+    """A running request has left its slot and waits to go on."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """A running request ended, however."""
+    """A running request, or a preempted one that was cancelled, ended, however."""
 
     request: RequestId
 
@@ -61,7 +78,7 @@ class DrainWanted:
     """No new work from here on; what is queued is still done."""
 
 
-SchedulerEvent = Submitted | CancelWanted | Finished | DrainWanted
+SchedulerEvent = Submitted | CancelWanted | Preempted | Finished | DrainWanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,21 @@ class Start:
     """Begin this request."""
 
     request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on with this preempted request."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Ask a running request to give way at its next step boundary; `wanted` False: it need not any more."""
+
+    request: RequestId
+    wanted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +113,7 @@ class TellQueued:
 
 @dataclass(frozen=True, slots=True)
 class StopRunning:
-    """End a running request at its next step boundary, keeping what it computed."""
+    """End a running or preempted request at its next step boundary, keeping what it computed."""
 
     request: RequestId
 
@@ -108,7 +140,7 @@ class RefuseDraining:
     request: RequestId
 
 
-SchedulerInstruction = Start | TellQueued | StopRunning | DropQueued | RefuseBusy | RefuseDraining
+SchedulerInstruction = Start | Resume | Preempt | TellQueued | StopRunning | DropQueued | RefuseBusy | RefuseDraining
 
 
 class Scheduler:
@@ -117,13 +149,20 @@ class Scheduler:
     Args:
         max_queued: requests that may wait; one more is refused.
         max_running: requests that run at once.
+
+    Attributes:
+        max_running: as given.
     """
 
     def __init__(self, *, max_queued: int, max_running: int = 1) -> None:
         self._max_queued = max_queued
-        self._max_running = max_running
+        self.max_running = max_running
         self._queue: list[Submitted] = []
         self._running: dict[RequestId, Submitted] = {}
+        self._parked: dict[RequestId, Submitted] = {}
+        self._leaving: dict[RequestId, Submitted] = {}
+        self._asked: set[RequestId] = set()
+        self._preemptions: dict[RequestId, int] = {}
         self._passed: dict[RequestId, int] = {}
         self._served: dict[tuple[str, Hashable], int] = {}
         self._starts = 0
@@ -135,9 +174,23 @@ class Scheduler:
         return tuple(self._running)
 
     @property
+    def preempted(self) -> tuple[RequestId, ...]:
+        """Requests that gave way and wait to go on."""
+        return tuple(self._parked)
+
+    @property
     def queued(self) -> tuple[RequestId, ...]:
-        """Waiting requests in the order they came, the engine's own first."""
-        return tuple(entry.request for entry in self._queue)
+        """Requests that wait to start, in their places: the engine's own, interactive ones, the others."""
+        return tuple(request for request in self.line if request not in self._parked)
+
+    @property
+    def line(self) -> tuple[RequestId, ...]:
+        """All that wait for a slot, in their places; preempted ones come before others of their priority."""
+        waiting = [*self._parked.values(), *self._queue]
+        return tuple(
+            entry.request
+            for entry in sorted(waiting, key=lambda each: (not each.first, each.priority != "interactive"))
+        )
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -147,7 +200,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing runs and nothing waits."""
-        return not self._running and not self._queue
+        return not (self._running or self._queue or self._parked or self._leaving)
 
     def handle(self, event: SchedulerEvent) -> tuple[SchedulerInstruction, ...]:
         """Take one event, return what to do, in order.
@@ -160,10 +213,20 @@ class Scheduler:
                 return self._submit(event)
             case CancelWanted(request):
                 return self._cancel(request)
-            case Finished(request):
+            case Preempted(request):
                 if request not in self._running:
+                    raise ValueError(f"request {request} gave way but {list(self._running)} are running")
+                self._parked[request] = self._running.pop(request)
+                self._asked.discard(request)
+                self._preemptions[request] = self._preemptions.get(request, 0) + 1
+                return self._start_next()
+            case Finished(request):
+                if request not in self._running and request not in self._leaving:
                     raise ValueError(f"request {request} finished but {list(self._running)} are running")
-                del self._running[request]
+                self._running.pop(request, None)
+                self._leaving.pop(request, None)
+                self._preemptions.pop(request, None)
+                self._asked.discard(request)
                 return self._start_next()
             case DrainWanted():
                 self._draining = True
@@ -182,12 +245,18 @@ class Scheduler:
         waiting = len(self._queue)
         if waiting > self._max_queued:
             self._queue.remove(entry)
-            return (*started, RefuseBusy(entry.request, waiting - 1))
-        return (*started, TellQueued(entry.request, waiting))
+            return (*started, RefuseBusy(entry.request, waiting - 1), *self._ask_to_give_way())
+        return (*started, TellQueued(entry.request, self.line.index(entry.request) + 1))
 
     def _cancel(self, request: RequestId) -> tuple[SchedulerInstruction, ...]:
         if request in self._running:
             return (StopRunning(request),)
+        if request in self._parked:
+            # what is left to do is to commit, which takes no slot; until then its agents are its own
+            self._leaving[request] = self._parked.pop(request)
+            return (StopRunning(request), *self._start_next())
+        if request in self._leaving:
+            return ()
         for entry in self._queue:
             if entry.request == request:
                 self._queue.remove(entry)
@@ -198,25 +267,43 @@ class Scheduler:
     # ---- who is next ------------------------------------------------------------------------------------------------
 
     def _start_next(self) -> tuple[SchedulerInstruction, ...]:
-        """Start what may start, one after the other."""
+        """Start what may start, one after the other, and ask for slots for what could."""
         instructions: list[SchedulerInstruction] = []
-        while len(self._running) < self._max_running:
+        while len(self._running) < self.max_running:
             entry = min(self._heads(), key=self._rank, default=None)
             if entry is None:
                 break
+            instructions.append(Resume(entry.request) if entry.request in self._parked else Start(entry.request))
             self._begin(entry)
-            instructions.append(Start(entry.request))
-        return tuple(instructions)
+        return (*instructions, *self._ask_to_give_way())
+
+    def _ask_to_give_way(self) -> tuple[Preempt, ...]:
+        """Ask as many background requests as there are interactive ones that could start but for a slot."""
+        heads = [entry for entry in self._heads() if entry.priority == "interactive" and not entry.first]
+        able = [
+            request
+            for request, entry in reversed(self._running.items())
+            if entry.priority == "background" and self._preemptions.get(request, 0) < MAX_PREEMPTIONS
+        ]
+        # who was asked may be about to leave: it stays asked before others are
+        able.sort(key=lambda request: request not in self._asked)
+        asked = set(able[: len(heads)])
+        changed = [Preempt(request, wanted=False) for request in self._running if request in self._asked - asked]
+        changed += [Preempt(request) for request in able if request in asked - self._asked]
+        self._asked = asked
+        return tuple(changed)
 
     def _heads(self) -> Iterator[Submitted]:
-        """Waiting requests, in order, that nothing running or waiting before them concerns an agent of."""
-        busy = {agent for entry in self._running.values() for agent in entry.agents}
+        """Those that wait, in order, and that nothing running or waiting before them concerns an agent of."""
+        yield from self._parked.values()
+        others = (*self._running.values(), *self._leaving.values(), *self._parked.values())
+        busy = {agent for entry in others for agent in entry.agents}
         for entry in self._queue:
             if busy.isdisjoint(entry.agents):
                 yield entry
             busy.update(entry.agents)
 
-    def _rank(self, entry: Submitted) -> tuple[bool, bool, bool, int, int]:
+    def _rank(self, entry: Submitted) -> tuple[bool, bool, bool, bool, int, int]:
         """Less is sooner; `min` takes the first of equals, so the order of arrival decides."""
         overdue = self._passed.get(entry.request, 0) >= MAX_PASSED
         served = [self._served.get(("agent", agent), 0) for agent in entry.agents]
@@ -224,22 +311,26 @@ class Scheduler:
             not entry.first,
             not overdue,
             entry.priority != "interactive" and not overdue,
+            entry.request not in self._parked,
             0 if overdue else self._served.get(("client", entry.client), 0),
             0 if overdue else max(served, default=0),
         )
 
     def _begin(self, entry: Submitted) -> None:
-        for other in self._queue[: self._queue.index(entry)]:
+        line = [*self._parked.values(), *self._queue]
+        for other in line[: line.index(entry)]:
             self._passed[other.request] = self._passed.get(other.request, 0) + (not entry.first)
-        self._queue.remove(entry)
         self._passed.pop(entry.request, None)
         self._running[entry.request] = entry
+        if self._parked.pop(entry.request, None) is not None:
+            return  # it was served when it started
+        self._queue.remove(entry)
         if entry.first:
             return
         self._starts += 1
         self._served[("client", entry.client)] = self._starts
         self._served.update({("agent", agent): self._starts for agent in entry.agents})
-        present = [*self._queue, *self._running.values()]
+        present = [*self._queue, *self._running.values(), *self._parked.values(), *self._leaving.values()]
         known: set[tuple[str, Hashable]] = {("client", each.client) for each in present}
         known |= {("agent", agent) for each in present for agent in each.agents}
         self._served = {key: start for key, start in self._served.items() if key in known}

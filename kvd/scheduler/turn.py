@@ -3,7 +3,8 @@
 Theory of operation. A turn is a generator: it yields the steps of the model it wants (the engine runs them together
 with those of other turns and looks at its inbox in between, so a cancellation acts within one step) or a condition it
 waits for (room beside other turns, pages being read, a log record being synced). Nothing of the agent changes before
-admission: a request that is refused leaves it as it was.
+admission: a request that is refused leaves it as it was. Between two steps it can be preempted: its `Residence` gives
+back pages, place and slot, and gets them again.
 
     match text -> admit -> (fork on divergence) -> activate -> [grow, step] * chunks -> [sample, grow, step] * tokens
     -> cut overshoot -> wait for page writes -> append the log record -> reply
@@ -28,9 +29,10 @@ from kvd.scheduler.commit import Committed, Committing, commit
 from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
 from kvd.scheduler.reserving import Reservation
+from kvd.scheduler.residence import Residence
 from kvd.scheduler.sampling import Sampler
-from kvd.scheduler.waiting import Wait, Waiting, fault_in
-from kvd.vm.events import Activated, Deactivated, Pinned, Unpinned
+from kvd.scheduler.waiting import Wait
+from kvd.vm.events import Pinned, Unpinned
 from kvd.vm.prefix import Match, StoredText, best_match
 from kvd.vm.text import TypedText, rest_of
 
@@ -40,19 +42,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TurnTimes:
-    """Seconds spent, for the reply and the request's log line."""
+    """Seconds spent, for the reply and the request's log line.
+
+    `preempted_s`: without a slot or place, after it had them; `away_s`: that, and until its pages were there again.
+    """
 
     queued_s: float = 0.0
     swap_in_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     commit_s: float = 0.0
+    preempted_s: float = 0.0
+    away_s: float = 0.0
     first_token_s: float | None = None
 
 
 @dataclass(slots=True)
 class TurnState:
-    """What a running turn knows; the engine sets `cancelled`, the turn all else.
+    """What a running turn knows; the engine sets `cancelled` and `slot_wanted`, the turn all else.
 
     `is_shortened`: the model's context has room for fewer new tokens than were asked for.
     """
@@ -64,6 +71,9 @@ class TurnState:
     cancel_reason: str = "cancelled by the client"
     swapped_in_pages: int = 0
     is_shortened: bool = False
+    slot_wanted: bool = False
+    preemptions: int = 0
+    residence: Residence | None = None
 
     def stop(self) -> str | None:
         """Why the turn is to end at its next step boundary; None while it may go on."""
@@ -110,12 +120,14 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
         plan = _plan(core, agent, request)
         state.request = replace(request, max_tokens=plan.max_tokens)
         state.is_shortened = plan.max_tokens < request.max_tokens
-        reservation = reserve(core, plan.source, plan.needed_bytes)
+        residence = state.residence = Residence(core, state, _reserve(core, plan, request))
         try:
-            yield from _until_in(core, reservation, state)
-            return (yield from _carry_out(core, agent, plan, sampler, state))
+            began_s = core.clock()
+            yield from residence.until_in()
+            state.times.queued_s += core.clock() - began_s
+            return (yield from _carry_out(core, agent, plan, sampler, state, residence))
         finally:
-            core.reservations.release(reservation)
+            residence.close()
     finally:
         if is_new and not agent.logged and not any(branch.tokens for branch in agent.branches.values()):
             core.discard_agent(agent)
@@ -124,14 +136,9 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
 # ---- before anything changes ----------------------------------------------------------------------------------------
 
 
-def _until_in(core: EngineCore, reservation: Reservation, state: TurnState) -> Waiting:
-    """Wait until the turn's working set fits beside those of the others; nothing of the agent changes before."""
-    if core.reservations.is_in(reservation):
-        return
-    began_s = core.clock()
-    state.request.emit({"type": "queued", "position": core.reservations.waiting})
-    yield from core.reservations.until_in(reservation, state.stop)
-    state.times.queued_s += core.clock() - began_s
+def _reserve(core: EngineCore, plan: Plan, request: TurnRequest) -> Reservation:
+    is_background = request.priority == "background"
+    return reserve(core, plan.source, plan.needed_bytes, is_background=is_background, can_leave=True)
 
 
 def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
@@ -175,7 +182,7 @@ def _match(agent: Agent, request: TurnRequest, prompt: TypedText) -> tuple[int, 
 
 
 def _carry_out(
-    core: EngineCore, agent: Agent, plan: Plan, sampler: Sampler, state: TurnState
+    core: EngineCore, agent: Agent, plan: Plan, sampler: Sampler, state: TurnState, residence: Residence
 ) -> Generator[Wait, None, TurnResult]:
     """Fork when the prompt diverges, work on the branch, and go back to where the agent was if nothing came of it."""
     before = agent.branch
@@ -190,7 +197,7 @@ def _carry_out(
     core.make_current(agent, branch)
     state.times.swap_in_s += core.clock() - began_s
     try:
-        return (yield from _work(core, agent, branch, plan, sampler, state, notes, faults_before))
+        return (yield from _work(core, agent, branch, plan, sampler, state, residence, notes, faults_before))
     except BaseException:
         if len(branch.tokens) <= plan.match.keep_tokens and branch is not before:
             core.make_current(agent, before)
@@ -221,17 +228,15 @@ def _work(
     plan: Plan,
     sampler: Sampler,
     state: TurnState,
+    residence: Residence,
     notes: list[str],
     faults_before: int,
 ) -> Generator[Wait, None, TurnResult]:
     request, generation = state.request, None
-    core.memory.apply(Activated(branch.space))
     try:
-        began_s = core.clock()
-        notes += yield from fault_in(core, branch, state.stop)
-        state.times.swap_in_s += core.clock() - began_s
+        notes += yield from residence.activate(branch)
         branch.append_typed(plan.suffix, plan.ids, plan.lengths)
-        generation = Generation(core, branch, state, sampler, kept_tokens=plan.match.keep_tokens)
+        generation = Generation(core, branch, state, sampler, residence, kept_tokens=plan.match.keep_tokens)
         replaying = branch.computed == generation.prompt_tokens and request.max_tokens > 0
         cached_tokens = branch.computed - 1 if replaying else branch.computed
         reason = "; ".join([plan.match.reason, *notes])
@@ -258,7 +263,7 @@ def _work(
         _salvage(core, agent, branch, generation, plan.match.keep_tokens, error)
         raise
     finally:
-        core.memory.apply(Deactivated(branch.space))
+        residence.deactivate()
     if finish == "cancelled":
         message = f"{state.cancel_reason}; {branch.computed} computed tokens are kept"
         raise Cancelled(message, durable=done.durable, **usage)
@@ -279,6 +284,8 @@ def _work(
         swapped_in_pages=state.swapped_in_pages,
         appended_tokens=generation.prompt_tokens - plan.match.keep_tokens,
         written_bytes=done.written_bytes,
+        preemptions=state.preemptions,
+        preempted_s=state.times.preempted_s,
         context_full=state.is_shortened and finish in ("length", "injected"),
         logprobs=generation.logprobs,
         **usage,

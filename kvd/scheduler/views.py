@@ -147,6 +147,8 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "decode_s": round(core.stats.decode_s, 3),
         "prefill_s": round(core.stats.prefill_s, 3),
         "reserved_bytes": core.reservations.reserved_bytes,
+        "max_batch": core.stats.max_batch,
+        "preemptions": core.stats.preemptions,
         "requests": core.stats.requests,
         "turns_not_durable": core.stats.turns_not_durable,
         "records_written": core.stats.records_written,

@@ -1,7 +1,8 @@
 """Waiting for pages inside turns and jobs: every wait ends by itself, by cancellation, or with a reason.
 
-A request waits for one of five things: pages that are being read, room that is being made, an answer of the store, its
-turn to be let in (`kvd.scheduler.reserving`), a step of the model. The last three always come. Room may not: while the
+A request waits for one of six things: pages that are being read, room that is being made, an answer of the store, its
+turn to be let in (`kvd.scheduler.reserving`), a step of the model, or, preempted, a place to run again
+(`kvd.scheduler.residence`). The last four always come. Room may not: while the
 disk refuses writes, RAM can fill with pages and tails that must not be dropped. Such a wait ends with an error once
 nobody has got anywhere for `STUCK_S`.
 
@@ -11,7 +12,7 @@ May import kvd.errors, kvd.ids and kvd.vm.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,17 @@ from kvd.vm.pager import Pager
 if TYPE_CHECKING:
     from kvd.scheduler.agents import Branch
     from kvd.scheduler.core import EngineCore
+    from kvd.scheduler.reserving import Reservation
     from kvd.scheduler.sampling import Logits
 
 Stop = Callable[[], str | None]
 """The reason why the request is to end, or None while it may go on."""
+
+
+def is_never_wanted() -> bool:
+    """Whether somebody else needs the place of what cannot be preempted."""
+    return False
+
 
 STUCK_S = 5.0
 """How long a request waits for room while nothing is under way that could make any."""
@@ -43,6 +51,7 @@ class StepWanted:
         stop: why the request is to end, if it is; a step that has not run then never does.
         wants_logits: of the last token.
         replays: the KV of `ids` exists: only the logits are wanted.
+        gives_way: whether the request is to be preempted; a step that has not run is then withdrawn.
         logits: [vocab], if wanted, once it is done.
         error: what it failed with; none of the tokens count then.
         done: it ran.
@@ -53,13 +62,14 @@ class StepWanted:
     stop: Stop
     wants_logits: bool = True
     replays: bool = False
+    gives_way: Callable[[], bool] = is_never_wanted
     logits: Logits | None = None
     error: Exception | None = None
     done: bool = False
 
     def __call__(self) -> bool:
         """Whether the request can go on."""
-        return self.done or self.stop() is not None
+        return self.done or self.stop() is not None or self.gives_way()
 
     @property
     def is_decode(self) -> bool:
@@ -78,7 +88,7 @@ class StepWanted:
         """Logits [vocab] of the last token when wanted.
 
         Raises:
-            Cancelled: it did not run, since `stop` said so.
+            Cancelled: it did not run, since `stop` said so; nobody may ask after a step that was withdrawn.
             Exception: what it failed with.
         """
         if not self.done:
@@ -88,8 +98,26 @@ class StepWanted:
         return self.logits
 
 
-Wait = Callable[[], bool] | StepWanted | None
-"""What a turn or job yields. None: step boundary. A step: resume when it ran. Otherwise: when it returns True."""
+@dataclass(eq=False, slots=True)
+class Parked:
+    """A preempted turn has given back what it held, its slot included. Engine thread only.
+
+    Attributes:
+        stop: why the request is to end, if it is.
+        resumed: it has a slot again.
+    """
+
+    stop: Stop
+    resumed: bool = field(default=False)
+
+    def __call__(self) -> bool:
+        """Whether the turn can go on."""
+        return self.resumed or self.stop() is not None
+
+
+Wait = Callable[[], bool] | StepWanted | Parked | None
+"""What a turn or job yields. None: step boundary. A step: resume when it ran. Parked: when it has a slot again.
+Otherwise: when it returns True."""
 
 Waiting = Generator[Wait, None, None]
 
@@ -139,6 +167,18 @@ def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop) -> Waiti
     )
 
 
+def until_in(core: EngineCore, reservation: Reservation, stop: Stop) -> Waiting:
+    """Wait for a place in RAM, of a request that does not leave it before it ends.
+
+    Raises:
+        Cancelled: `stop` said so; the caller releases.
+    """
+    line = core.reservations
+    if not line.is_in(reservation):
+        yield lambda: line.is_in(reservation) or stop() is not None
+        raise_if_stopped(stop)
+
+
 def apply_when_room(core: EngineCore, event: Event, stop: Stop) -> Waiting:
     """Apply an event that may need a frame for a copy (a cut inside a page), when there is room for it.
 
@@ -160,15 +200,46 @@ def apply_when_room(core: EngineCore, event: Event, stop: Stop) -> Waiting:
 
 
 def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Waiting:
-    """Wait until all sealed pages of spaces are in swap, a write fails, or `stop` says so."""
-    failures = core.memory.statistics.write_failures
-    if core.pager.writes_fail:
-        core.memory.apply(RetryWanted())
+    """Wait until all sealed pages of spaces are in swap, a write of one of them fails, or `stop` says so.
 
-    def written() -> bool:
-        return all(core.pages_durable(space) for space in spaces)
+    While another agent's page cannot be written no write starts, so these pages ask for the next try (P33): what
+    becomes of them depends on them alone.
+    """
+    failures = dict(core.memory.failed_writes)
+    while stop() is None:
+        dirty = {page for space in spaces for page in core.dirty_pages(space)}
+        if any(core.memory.failed_writes.get(page) != failures.get(page) for page in dirty):
+            return
+        if core.pager.writes_fail:
+            for space in spaces:
+                core.memory.apply(RetryWanted(space))
+        if not dirty:
+            return
+        seen = core.memory.statistics.write_failures
+        yield partial(_write_news, core, spaces, stop, seen)
 
-    yield lambda: stop() is not None or core.memory.statistics.write_failures > failures or written()
+
+def _write_news(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop, seen_failures: int) -> bool:
+    """Whether a wait for writes must look again."""
+    if stop() is not None or core.memory.statistics.write_failures != seen_failures:
+        return True
+    return all(core.pages_durable(space) for space in spaces)
+
+
+def cut_held(core: EngineCore, branch: Branch, tokens: int, stop: Stop) -> Waiting:
+    """Cut text, ids and KV to the first `tokens` ids, whether or not the page that is cut is in RAM.
+
+    Raises:
+        Cancelled, Busy, NoRoomForCopy: at most KV of lost pages is gone; text and ids are as they were.
+    """
+    # the page that is cut must be resident, since its first tokens are copied; nothing else need be
+    kept, _ = yield from hold_cut(core, branch, tokens, stop)
+    try:
+        if kept < min(tokens, branch.computed):
+            core.cut_kv(branch, kept)  # a page border: pages that the shorter branch needs are lost
+        yield from core.cut_branch(branch, tokens, stop)
+    finally:
+        release_cut(core, branch)
 
 
 def hold_cut(core: EngineCore, branch: Branch, tokens: int, stop: Stop) -> Generator[Wait, None, tuple[int, list[str]]]:

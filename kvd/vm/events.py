@@ -228,7 +228,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class RetryWanted:
-    """Somebody waits for writes: try one now if writes fail, whatever the back-off says."""
+    """Somebody waits for writes: try one now if writes fail, whatever the back-off says.
+
+    `space`: one of its pages; None: whichever is next.
+    """
+
+    space: SpaceId | None = None
 
 
 Event = (

@@ -251,6 +251,8 @@ class Pager:
             case ev.Tick():
                 self._transfers.tick()
             case ev.RetryWanted():
+                if event.space is not None:
+                    self._transfers.put_first(self._space(event.space).mapped())
                 self._transfers.try_one()
             case _:
                 assert_never(event)

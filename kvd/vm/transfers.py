@@ -12,7 +12,7 @@ May import kvd.ids and the other modules of kvd.vm but pager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 from kvd.ids import PageId, SpaceId
@@ -225,6 +225,14 @@ class Transfers:
         """Let a dirty page be written before write-behind."""
         if self._behind.pop(page.page_id, None) is not None:
             self._urgent[page.page_id] = page
+
+    def put_first(self, pages: Iterable[Page]) -> None:
+        """The next writes are of these pages, as far as they are dirty."""
+        mine = {page.page_id: page for page in pages if page.state is PageState.SEALED_DIRTY}
+        for page_id in mine:
+            self._urgent.pop(page_id, None)
+            self._behind.pop(page_id, None)
+        self._urgent = mine | self._urgent
 
     def tick(self) -> None:
         """A second passed: when writes fail, a trial may be due."""

@@ -257,9 +257,9 @@ def test_requests_run_in_order_and_are_told_their_place(runner: Runner) -> None:
     assert first.result["match"] == "new"
     assert second.result["prompt_tokens"] >= 3
     assert third.result["pinned"] is True
-    assert second.events[0] == {"type": "queued", "position": 1, "wait_s": 0.0}
+    assert second.events[0] == {"type": "queued", "position": 1, "wait_s": 0.0, "waits_for": "slot"}
     assert [line.method for line in runner.lines] == ["generate", "generate", "agent.pin"]
-    assert runner.engine.queue_facts == {"running": 0, "queued": 0}
+    assert runner.engine.queue_facts == {"running": 0, "queued": 0, "preempted": 0, "max_batch": 1}
 
 
 def test_a_full_queue_refuses_with_a_hint(make_runner: Callable[..., Runner]) -> None:

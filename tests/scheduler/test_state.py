@@ -109,7 +109,7 @@ class Book:
                 case StopRunning(request):
                     assert request in self.running
                 case TellQueued(request, position):
-                    assert self.scheduler.queued[position - 1] == request
+                    assert self.scheduler.line[position - 1] == request
         assert set(self.scheduler.running) == self.running
         assert len(self.running) <= self.max_running
         assert self.scheduler.counts == (len(self.running), len(self.scheduler.queued))

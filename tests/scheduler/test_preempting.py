@@ -1,0 +1,298 @@
+"""Preemption: a background turn is swapped out for an interactive one and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvd.errors import Cancelled
+from kvd.model.tokenizer import TextCodec
+from kvd.scheduler.core import EngineCore
+from kvd.scheduler.sampling import SamplingParams
+from kvd.scheduler.state import MAX_PREEMPTIONS
+from kvd.vm.events import BudgetChanged, EvictionWanted
+from tests.scheduler.fake_model import FakeModel, Truth, make_formats, make_spec
+from tests.scheduler.harness import World, ref_of
+from tests.scheduler.test_engine import Answer, Runner
+from tests.support.prose import prose
+
+TIGHT_BYTES = 260_000
+"""Room for one agent of a thousand tokens, and little beside it."""
+
+SAMPLING = SamplingParams(temperature=0.9, seed=7)
+LONG = prose(900, "background")
+
+
+@pytest.fixture
+def make_runner(tmp_path: Path, codec: TextCodec) -> Iterator[Callable[..., Runner]]:
+    """Makes engines that have started; at the end their books are looked at and they are stopped."""
+    runners: list[Runner] = []
+
+    def make(**options: Any) -> Runner:
+        runner = Runner(tmp_path / str(len(runners)), codec, **{"max_queued": 64, "decode_share": 0.0, **options})
+        runners.append(runner)
+        runner.start()
+        return runner
+
+    yield make
+    for runner in runners:
+        check(runner)
+        runner.stop()
+
+
+def check(runner: Runner) -> None:
+    """Nothing is reserved or parked when all is done, and every page in RAM has its agent's bytes."""
+    for answer in runner.answers:
+        answer.wait()
+    spec = make_spec(runner.codec.token_count, window=runner.window)
+    truth = Truth(FakeModel(runner.codec.token_count), spec, make_formats(spec))
+
+    def look(core: EngineCore) -> int:
+        core.pager.check_integrity()
+        for agent in core.agents:
+            for branch in agent.branches.values():
+                World.check_branch(SimpleNamespace(core=core, truth=truth), branch)  # type: ignore[arg-type]
+        return core.reservations.reserved_bytes + core.reservations.waiting
+
+    assert runner.look(look) == 0
+    assert runner.engine._scheduler.is_idle
+    assert runner.ready == [None]
+
+
+def lone(make_runner: Callable[..., Runner], text: str = LONG, max_tokens: int = 40, **options: Any) -> dict[str, Any]:
+    """What the background turn says when nobody disturbs it."""
+    runner = make_runner(**options)
+    answer = runner.turn("slow", text, max_tokens=max_tokens, sampling=SAMPLING)
+    return {"events": answer.events, **answer.result} if answer.wait() else {}
+
+
+class Meddler:
+    """Does something to the engine when the background turn's stream gets so far.
+
+    Args:
+        runner: the engine.
+        kind: type of event.
+        at: does it at so many of them.
+        act: what to do, on the engine thread; what it submits comes with the next look at the inbox.
+    """
+
+    def __init__(self, kind: str, at: int, act: Callable[[], None]) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._kind, self._at, self._act = kind, at, act
+
+    def __call__(self, event: Any) -> None:
+        """Take an event."""
+        self.events.append(dict(event))
+        if self.of(self._kind) == self._at and event["type"] == self._kind:
+            self._act()
+
+    def of(self, kind: str) -> int:
+        """How many of a type there were."""
+        return sum(event["type"] == kind for event in self.events)
+
+    @property
+    def text(self) -> str:
+        """All text events together."""
+        return "".join(event["text"] for event in self.events if event["type"] == "text")
+
+
+@pytest.mark.parametrize(("kind", "at"), [("prefill", 1), ("prefill", 4), ("text", 1), ("text", 12), ("matched", 1)])
+@pytest.mark.parametrize("cause", ["slot", "memory"])
+def test_a_preempted_turn_says_what_it_says_undisturbed(
+    make_runner: Callable[..., Runner], kind: str, at: int, cause: str
+) -> None:
+    """P33: swapped out in mid-prefill or mid-decode, its pages evicted: same text, same draws, same stream, same KV."""
+    options = {"max_batch": 1} if cause == "slot" else {"max_batch": 4, "budget_bytes": TIGHT_BYTES}
+    expected = lone(make_runner, **options)
+    runner = make_runner(**options)
+    quick: list[Answer] = []
+    meddler = Meddler(kind, at, lambda: quick.append(runner.turn("quick", prose(700, "quick"), max_tokens=3)))
+    slow = runner.turn("slow", LONG, max_tokens=40, sampling=SAMPLING, priority="background", emit=meddler)
+    result = slow.result
+    assert quick[0].result["completion_tokens"] == 3
+    assert result["text"] == meddler.text == expected["text"]
+    assert result["preemptions"] == 1
+    assert result["durable"] is True
+    for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "finish_reason", "match"):
+        assert result[name] == expected[name]
+    told = [event for event in meddler.events if event["type"] not in ("preempted", "resumed", "queued")]
+    assert told == expected["events"]
+    assert [e["type"] for e in meddler.events if e["type"] in ("preempted", "resumed")] == ["preempted", "resumed"]
+    lines = {line.agent: line for line in runner.lines}
+    assert lines["slow"].preemptions == 1
+    assert lines["quick"].preemptions is None
+    assert [line.agent for line in runner.lines] == ["quick", "slow"]
+    stats = runner.look(lambda core: core.stats)
+    assert stats.preemptions == 1
+    assert stats.tokens_computed == sum(
+        a["prompt_tokens"] + a["completion_tokens"] - 1 for a in (quick[0].result, result)
+    )
+    if cause == "memory":
+        assert result["swapped_in_pages"] > 0, "its pages made room"
+    again = runner.turn("slow", LONG + result["text"], max_tokens=1)
+    assert again.result["cached_tokens"] >= result["prompt_tokens"] + result["completion_tokens"] - 1
+
+
+def test_everybody_runs_when_places_suffice(make_runner: Callable[..., Runner]) -> None:
+    """Nobody is preempted while there is a slot and room."""
+    runner = make_runner(max_batch=4)
+    quick: list[Answer] = []
+    meddler = Meddler("text", 3, lambda: quick.append(runner.turn("quick", prose(20, "quick"))))
+    slow = runner.turn("slow", LONG, max_tokens=10, priority="background", emit=meddler)
+    assert slow.result["preemptions"] == quick[0].result["preemptions"] == 0
+
+
+def test_interactive_turns_preempt_no_interactive_ones(make_runner: Callable[..., Runner]) -> None:
+    """Who is not in the background keeps its slot and its place."""
+    runner = make_runner(max_batch=1)
+    meddler = Meddler("text", 3, lambda: runner.turn("quick", prose(20, "quick")) and None)
+    assert runner.turn("slow", LONG, max_tokens=10, emit=meddler).result["preemptions"] == 0
+
+
+def test_after_some_preemptions_a_turn_runs_to_its_end(make_runner: Callable[..., Runner]) -> None:
+    """However many interactive requests come, each turn is preempted a bounded number of times."""
+    runner = make_runner(max_batch=1)
+    expected = lone(make_runner)["text"]
+
+    def emit(event: Any) -> None:
+        seen.append(event["type"])
+        if event["type"] == "text":
+            runner.turn(f"quick-{len(seen)}", prose(10, len(seen)), max_tokens=1)
+
+    seen: list[str] = []
+    slow = runner.turn("slow", LONG, max_tokens=40, sampling=SAMPLING, priority="background", emit=emit)
+    assert slow.result["preemptions"] == seen.count("preempted") == seen.count("resumed") == MAX_PREEMPTIONS
+    assert slow.result["text"] == expected
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout", "drain", "stop"])
+def test_a_preempted_turn_can_end(make_runner: Callable[..., Runner], how: str) -> None:
+    """P34: cancelled or out of time while it is out, it commits what it has and a retry goes on from there; a drain
+    waits for it; a stop answers it."""
+    now_s = 0.0
+    runner = make_runner(max_batch=1, clock=lambda: now_s)
+    slow: list[Answer] = []
+
+    def act(event: Any) -> None:
+        nonlocal now_s
+        if event["type"] == "text":
+            if how == "cancel":
+                runner.cancel(slow[0])
+            elif how == "drain":
+                runner.engine.drain()
+            elif how == "timeout":
+                now_s = 11.0
+
+    meddler = Meddler("text", 8, lambda: quick.append(runner.turn("quick", prose(300, "q"), max_tokens=30, emit=act)))
+    quick: list[Answer] = []
+    slow.append(
+        runner.turn(
+            "slow",
+            LONG,
+            max_tokens=40,
+            priority="background",
+            emit=meddler,
+            timeout_s=10.0 if how == "timeout" else None,
+        )
+    )
+    if how == "stop":
+        while not meddler.of("preempted"):
+            runner.look(lambda core: None)
+        runner.stop()
+        runner.engine._stopping = True
+        assert "stopped" in slow[0].error.message
+        return
+    assert quick[0].result["completion_tokens"] == 30 if slow[0].wait() else False
+    if how == "drain":
+        assert slow[0].result["completion_tokens"] == 40
+        return
+    error = slow[0].error
+    assert isinstance(error, Cancelled)
+    assert ("timed out after 10 s" if how == "timeout" else "cancelled by the client") in error.message
+    assert error.data["durable"] is True
+    assert 8 <= error.data["completion_tokens"] <= 10
+    assert meddler.of("resumed") == 0
+    retry = runner.turn("slow", LONG, max_tokens=1)
+    assert retry.result["cached_tokens"] == retry.result["prompt_tokens"] - 1
+
+
+def test_a_preempted_agent_is_still_busy(make_runner: Callable[..., Runner]) -> None:
+    """P33: a rollback, a deletion or another turn of its agent waits until the turn that was preempted has ended."""
+    runner = make_runner(max_batch=1)
+    later: list[Answer] = []
+
+    def act(event: Any) -> None:
+        if event["type"] == "text" and not later:
+            later.append(runner.job("rollback", "slow", tokens=5))
+            later.append(runner.job("evict", "slow"))
+            later.append(runner.turn("slow", LONG, max_tokens=1))
+            later.append(runner.job("delete", "slow"))
+
+    meddler = Meddler("text", 5, lambda: runner.turn("quick", prose(10, "q"), max_tokens=20, emit=act) and None)
+    slow = runner.turn("slow", LONG, max_tokens=20, priority="background", emit=meddler)
+    assert slow.result["completion_tokens"] == 20
+    assert later[0].result["tokens"] == 5
+    assert later[2].result["match"] in ("diverge", "extend")
+    assert later[3].result["deleted"] is True
+    assert [(line.agent, line.method) for line in runner.lines if line.agent == "slow"] == [
+        ("slow", "generate"),
+        ("slow", "agent.rollback"),
+        ("slow", "agent.evict"),
+        ("slow", "generate"),
+        ("slow", "agent.delete"),
+    ]
+
+
+def test_a_smaller_budget_preempts_what_it_does_not_hold(make_runner: Callable[..., Runner]) -> None:
+    """P21: the budget shrinks below what is reserved: the turn let in last makes way, whatever its priority, and ends
+    later with its own text."""
+    expected = lone(make_runner)["text"]
+    runner = make_runner(max_batch=2, budget_bytes=3 * TIGHT_BYTES)
+    first = runner.turn("first", prose(600, "first"), max_tokens=60)
+    meddler = Meddler(
+        "text", 4, lambda: runner.engine.call(lambda core: core.memory.apply(BudgetChanged(TIGHT_BYTES))) and None
+    )
+    slow = runner.turn("slow", LONG, max_tokens=40, sampling=SAMPLING, emit=meddler)
+    assert first.result["completion_tokens"] == 60
+    assert slow.result["text"] == expected
+    assert slow.result["preemptions"] == 1
+
+
+def test_open_pages_are_given_up_when_they_alone_stand_in_the_way(make_runner: Callable[..., Runner]) -> None:
+    """A request that needs all there is gets in although the preempted one's open page is nowhere but in RAM."""
+    runner = make_runner(max_batch=4, budget_bytes=TIGHT_BYTES)
+    usable, tail = runner.look(
+        lambda core: (core.pager.usable_bytes, core.set_bytes if hasattr(core, "set_bytes") else 0)
+    )
+    assert usable > tail
+    quick: list[Answer] = []
+    meddler = Meddler("text", 4, lambda: quick.append(runner.turn("quick", prose(1100, "quick"), max_tokens=300)))
+    slow = runner.turn("slow", prose(300, "slow"), max_tokens=20, priority="background", emit=meddler)
+    assert slow.result["completion_tokens"] == 20
+    assert slow.result["preemptions"] == 1
+    assert quick[0].result["completion_tokens"] == 300
+
+
+def test_evicted_while_it_is_out_it_reads_its_pages_again(make_runner: Callable[..., Runner]) -> None:
+    """Its pages may go whoever wants them gone; what it has computed is not computed again."""
+    runner = make_runner(max_batch=1)
+    meddler = Meddler("text", 5, lambda: runner.turn("quick", prose(10, "q"), max_tokens=20, emit=evict) and None)
+    space: list[Any] = []
+
+    def evict(event: Any) -> None:
+        if event["type"] == "first_token":
+            runner.engine.call(lambda core: core.memory.apply(EvictionWanted(space[0])))
+
+    runner.turn("slow", LONG, max_tokens=1).wait()
+    space.append(runner.look(lambda core: core.agents.get(ref_of("slow")).branch.space))
+    more = LONG + prose(20, "more")
+    before = runner.look(lambda core: core.stats.tokens_computed)
+    slow = runner.turn("slow", more, max_tokens=20, priority="background", emit=meddler).result
+    assert slow["preemptions"] == 1
+    assert slow["swapped_in_pages"] >= 3
+    computed = runner.look(lambda core: core.stats.tokens_computed) - before
+    assert computed <= slow["prompt_tokens"] - slow["cached_tokens"] + 20 + 40
