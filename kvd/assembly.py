@@ -18,7 +18,7 @@ from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
 from kvd.ids import PageId
 from kvd.model import cpu_assist, dispatch
-from kvd.model.forward import limit_buffer_cache, stated_scratch_bytes
+from kvd.model.forward import device_kind, limit_buffer_cache, stated_scratch_bytes
 from kvd.model.loader import LoadedModel, load
 from kvd.model.probes import probes_for
 from kvd.model.registry import resolve
@@ -26,6 +26,7 @@ from kvd.model.spec import CacheGroup, ModelCacheSpec
 from kvd.ops.device import Clamped, clamp_budget, clamp_quota, device_facts
 from kvd.quant.spec import PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
+from kvd.scheduler.batch_size import default_max_batch
 from kvd.scheduler.core import NUMERICS, EngineCore
 from kvd.scheduler.memory import Memory
 from kvd.scheduler.restore import restore_agents
@@ -36,6 +37,7 @@ from kvd.store.recovery_report import RecoveryReport
 from kvd.store.side_files import write_small_file
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_thread import SwapThread
+from kvd.vm.budget import FLIGHT_SHARE
 from kvd.vm.pager import Pager
 
 MISSING_PAGES_NAMED = 10
@@ -132,6 +134,7 @@ class Assembly:
             log=self._log,
         )
         core_box.append(core)
+        core.default_batch = _default_batch(core)
         self._notices += restore_agents(core, report)
         swap.start()
         self._tell_facts(core, formats, budget_bytes, quota_bytes)
@@ -230,6 +233,7 @@ class Assembly:
             "quota_bytes": quota_bytes,
             "sharing": self._settings.sharing,
             "chunk_tokens": core.chunk_tokens,
+            "max_batch": core.default_batch if self._settings.max_batch == "auto" else self._settings.max_batch,
             "data_dir": str(self._settings.data_dir),
             "notices": list(self._notices),
             "groups": [
@@ -244,6 +248,20 @@ class Assembly:
                 for g in spec.groups
             ],
         }
+
+
+def _default_batch(core: EngineCore) -> int:
+    """What `--max-batch auto` means here. The pager states its reserves only once there is an agent."""
+    book = core.formats
+    page_bytes = [book.layouts[group, name].payload_bytes for group, name in enumerate(book.default_ids)]
+    windows = [group.layer.window for group in core.spec.groups]
+    return default_max_batch(
+        usable_bytes=core.pager.usable_bytes * (FLIGHT_SHARE - 1) // FLIGHT_SHARE - sum(page_bytes),
+        groups=list(zip(page_bytes, windows, strict=True)),
+        context_tokens=core.spec.context_tokens,
+        chunk_tokens=core.chunk_tokens,
+        device=device_kind(),
+    )
 
 
 def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> tuple[int, int]:

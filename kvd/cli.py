@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -21,6 +21,7 @@ from kvd.config import (
     DEFAULT_BUDGET_BYTES,
     DEFAULT_MODEL,
     DEFAULT_QUOTA_BYTES,
+    MAX_BATCH,
     SHARING,
     Settings,
 )
@@ -59,6 +60,34 @@ class SizeType(IntType):
 
 
 SIZE = SizeType()
+
+
+if TYPE_CHECKING:
+    CountType = click.ParamType[int | Literal["auto"]]
+else:
+    CountType = click.ParamType
+
+
+class AutoOrCount(CountType):
+    """`auto`, or a whole number from 1 to a most.
+
+    Args:
+        most: the largest number.
+    """
+
+    name = "auto|count"
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
+        """Name what is allowed when it is neither."""
+        text = str(value).strip()
+        if text == "auto":
+            return "auto"
+        if text.isdecimal() and 1 <= int(text) <= self._most:
+            return int(text)
+        raise click.BadParameter(f"must be auto or a whole number from 1 to {self._most}, not {text!r}", ctx, param)
 
 
 @click.group(
@@ -170,12 +199,12 @@ def main() -> None:
 )
 @click.option(
     "--max-batch",
-    type=click.IntRange(1),
+    type=AutoOrCount(MAX_BATCH),
     envvar="KVD_MAX_BATCH",
     show_envvar=True,
-    default=8,
+    default="auto",
     show_default=True,
-    help="Requests that run at once, of different agents.",
+    help="Requests that run at once, of different agents; auto: what memory holds and the device gains by.",
 )
 @click.option(
     "--decode-share",
@@ -231,7 +260,7 @@ def serve(
     sharing: str,
     chunk_tokens: int,
     max_queued: int,
-    max_batch: int,
+    max_batch: int | Literal["auto"],
     decode_share: float,
     drain_grace_s: float,
     log_level: str,

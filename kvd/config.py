@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kvd.errors import CallerError
 from kvd.ops.logs import LEVELS as LOG_LEVELS
@@ -49,7 +50,8 @@ class Settings:
         sharing: who may map whose pages.
         chunk_tokens: tokens of a prefill step, at most `MAX_CHUNK_TOKENS`.
         max_queued: requests that may wait.
-        max_batch: requests that run at once, of different agents; their decode steps run together.
+        max_batch: requests that run at once, of different agents; their decode steps run together. `auto`: as many as
+            memory holds and the device gains by (`kvd.scheduler.batch_size`).
         decode_share: part of the time that decode steps get at least while others prefill.
         drain_grace_s: how long a drain lets requests finish before it cancels them.
         log_level: of `LOG_LEVELS`.
@@ -68,7 +70,7 @@ class Settings:
     sharing: str = "agent"
     chunk_tokens: int = 512
     max_queued: int = 256
-    max_batch: int = 8
+    max_batch: int | Literal["auto"] = "auto"
     decode_share: float = 0.5
     drain_grace_s: float = 30.0
     log_level: str = "info"
@@ -88,10 +90,9 @@ class Settings:
                 f"chunk must be at most {MAX_CHUNK_TOKENS} tokens, not {self.chunk_tokens}", setting="chunk"
             )
         _at_least("max-queued", self.max_queued, 1, "requests")
-        _at_least("max-batch", self.max_batch, 1, "requests")
-        if self.max_batch > MAX_BATCH:
+        if self.max_batch != "auto" and not 1 <= self.max_batch <= MAX_BATCH:
             raise ConfigError(
-                f"max-batch must be at most {MAX_BATCH} requests, not {self.max_batch}", setting="max-batch"
+                f"max-batch must be auto or from 1 to {MAX_BATCH} requests, not {self.max_batch}", setting="max-batch"
             )
         if not 0 <= self.decode_share <= MAX_DECODE_SHARE:
             raise ConfigError(

@@ -44,7 +44,7 @@ class Daemon:
         self._engine = Engine(
             self._assembly.build,
             max_queued=settings.max_queued,
-            max_batch=settings.max_batch,
+            max_batch=None if settings.max_batch == "auto" else settings.max_batch,
             decode_share=settings.decode_share,
             on_ready=self._on_engine_ready,
             on_request_done=self._log_request,
@@ -152,7 +152,7 @@ class Daemon:
         assert loaded is not None
         self._service.set_ready(loaded.codec, loaded.template)
         self._notifier.ready(f"serving {loaded.spec.model_name}")
-        shown = ("model", "kv_format", "attention", "threads", "budget_bytes")
+        shown = ("model", "kv_format", "attention", "threads", "budget_bytes", "max_batch")
         self._log.info(
             "ready",
             **{name: self._facts.get(name) for name in shown},

@@ -15,11 +15,29 @@ from kvd_client.logprobs import TokenLogprob, parse_logprobs
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits: `position` 1 is next; `wait_s` is an estimate, 0 when none can be given."""
+    """The request waits: `position` 1 is next; `wait_s` is an estimate, 0 when none can be given.
+
+    `waits_for`: `slot` or `memory`. Sent again when the place changes.
+    """
 
     type: ClassVar[str] = "queued"
     position: int
     wait_s: float = 0.0
+    waits_for: str = "slot"
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A background turn was swapped out for an interactive request; its stream goes on after `Resumed`."""
+
+    type: ClassVar[str] = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The turn goes on where it was: no event comes twice, and none is lost."""
+
+    type: ClassVar[str] = "resumed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +134,24 @@ class OtherEvent:
 
 
 StreamEvent = (
-    Queued | Matched | Prefill | FirstToken | Text | Logprobs | Reasoning | ToolCall | Usage | Durable | OtherEvent
+    Queued
+    | Preempted
+    | Resumed
+    | Matched
+    | Prefill
+    | FirstToken
+    | Text
+    | Logprobs
+    | Reasoning
+    | ToolCall
+    | Usage
+    | Durable
+    | OtherEvent
 )
 
 _KINDS: Mapping[str, type] = {
-    kind.type: kind for kind in (Queued, Matched, Prefill, FirstToken, Text, Reasoning, Usage, Durable)
+    kind.type: kind
+    for kind in (Queued, Preempted, Resumed, Matched, Prefill, FirstToken, Text, Reasoning, Usage, Durable)
 }
 _CHECKS: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "float": float}
 

@@ -7,7 +7,7 @@ alone: for SmolLM2 the projection of 512 tokens would cost as much again as a si
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +28,11 @@ BUFFER_CACHE_BYTES = 16_000_000
 def limit_buffer_cache() -> None:
     """Bound MLX's cache of freed buffers for this process."""
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
+
+
+def device_kind() -> Literal["cpu", "gpu"]:
+    """What kind of device MLX runs on."""
+    return "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
 
 
 def stated_scratch_bytes(spec: ModelCacheSpec) -> int:

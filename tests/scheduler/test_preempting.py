@@ -11,6 +11,7 @@ import pytest
 
 from kvd.errors import Cancelled
 from kvd.model.tokenizer import TextCodec
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.sampling import SamplingParams
 from kvd.scheduler.state import MAX_PREEMPTIONS
@@ -40,8 +41,9 @@ def make_runner(tmp_path: Path, codec: TextCodec) -> Iterator[Callable[..., Runn
 
     yield make
     for runner in runners:
-        check(runner)
-        runner.stop()
+        if runner.engine._thread.is_alive():
+            check(runner)
+            runner.stop()
 
 
 def check(runner: Runner) -> None:
@@ -74,7 +76,6 @@ class Meddler:
     """Does something to the engine when the background turn's stream gets so far.
 
     Args:
-        runner: the engine.
         kind: type of event.
         at: does it at so many of them.
         act: what to do, on the engine thread; what it submits comes with the next look at the inbox.
@@ -131,7 +132,7 @@ def test_a_preempted_turn_says_what_it_says_undisturbed(
     assert stats.tokens_computed == sum(
         a["prompt_tokens"] + a["completion_tokens"] - 1 for a in (quick[0].result, result)
     )
-    if cause == "memory":
+    if cause == "memory" and kind == "text":
         assert result["swapped_in_pages"] > 0, "its pages made room"
     again = runner.turn("slow", LONG + result["text"], max_tokens=1)
     assert again.result["cached_tokens"] >= result["prompt_tokens"] + result["completion_tokens"] - 1
@@ -171,8 +172,10 @@ def test_after_some_preemptions_a_turn_runs_to_its_end(make_runner: Callable[...
 
 @pytest.mark.parametrize("how", ["cancel", "timeout", "drain", "stop"])
 def test_a_preempted_turn_can_end(make_runner: Callable[..., Runner], how: str) -> None:
-    """P34: cancelled or out of time while it is out, it commits what it has and a retry goes on from there; a drain
-    waits for it; a stop answers it."""
+    """P34: cancelled or out of time while it is out, it commits what it has and a retry goes on from there.
+
+    A drain waits for it; a stop answers it.
+    """
     now_s = 0.0
     runner = make_runner(max_batch=1, clock=lambda: now_s)
     slow: list[Answer] = []
@@ -203,10 +206,9 @@ def test_a_preempted_turn_can_end(make_runner: Callable[..., Runner], how: str) 
         while not meddler.of("preempted"):
             runner.look(lambda core: None)
         runner.stop()
-        runner.engine._stopping = True
         assert "stopped" in slow[0].error.message
         return
-    assert quick[0].result["completion_tokens"] == 30 if slow[0].wait() else False
+    assert quick[0].result["completion_tokens"] == 30
     if how == "drain":
         assert slow[0].result["completion_tokens"] == 40
         return
@@ -248,8 +250,10 @@ def test_a_preempted_agent_is_still_busy(make_runner: Callable[..., Runner]) -> 
 
 
 def test_a_smaller_budget_preempts_what_it_does_not_hold(make_runner: Callable[..., Runner]) -> None:
-    """P21: the budget shrinks below what is reserved: the turn let in last makes way, whatever its priority, and ends
-    later with its own text."""
+    """P21: the budget shrinks below what is reserved: the turn let in last makes way, whatever its priority.
+
+    It ends later with its own text.
+    """
     expected = lone(make_runner)["text"]
     runner = make_runner(max_batch=2, budget_bytes=3 * TIGHT_BYTES)
     first = runner.turn("first", prose(600, "first"), max_tokens=60)
@@ -263,18 +267,34 @@ def test_a_smaller_budget_preempts_what_it_does_not_hold(make_runner: Callable[.
 
 
 def test_open_pages_are_given_up_when_they_alone_stand_in_the_way(make_runner: Callable[..., Runner]) -> None:
-    """A request that needs all there is gets in although the preempted one's open page is nowhere but in RAM."""
+    """A request that needs all there is gets in although the preempted one's open page is nowhere but in RAM.
+
+    Its KV is computed again, and its text is what it was.
+    """
+    expected = lone(make_runner, prose(300, "slow"), 20)["text"]
     runner = make_runner(max_batch=4, budget_bytes=TIGHT_BYTES)
-    usable, tail = runner.look(
-        lambda core: (core.pager.usable_bytes, core.set_bytes if hasattr(core, "set_bytes") else 0)
-    )
-    assert usable > tail
+
+    def pages(core: EngineCore) -> int:
+        layouts = [core.formats.layouts[group, name] for group, name in enumerate(core.formats.default_ids)]
+        return core.pager.usable_bytes // sum(layout.payload_bytes for layout in layouts)
+
+    runner.turn("first", "one", max_tokens=1).wait()  # before the first agent the budget keeps no reserves
+    before = runner.look(lambda core: core.stats.tokens_computed)
+    most_tokens = PAGE_TOKENS * runner.look(pages)
+    words = next(n for n in range(4000, 0, -10) if len(runner.codec.encode_content(prose(n, "q"))) < most_tokens - 2)
+    max_tokens = most_tokens - len(runner.codec.encode_content(prose(words, "q")))
+    assert 2 <= max_tokens < 100
     quick: list[Answer] = []
-    meddler = Meddler("text", 4, lambda: quick.append(runner.turn("quick", prose(1100, "quick"), max_tokens=300)))
-    slow = runner.turn("slow", prose(300, "slow"), max_tokens=20, priority="background", emit=meddler)
-    assert slow.result["completion_tokens"] == 20
-    assert slow.result["preemptions"] == 1
-    assert quick[0].result["completion_tokens"] == 300
+    meddler = Meddler("text", 4, lambda: quick.append(runner.turn("quick", prose(words, "q"), max_tokens=max_tokens)))
+    slow = runner.turn(
+        "slow", prose(300, "slow"), max_tokens=20, sampling=SAMPLING, priority="background", emit=meddler
+    ).result
+    assert quick[0].result["completion_tokens"] == max_tokens
+    assert slow["preemptions"] == 1
+    assert slow["text"] == expected
+    made = sum(a["prompt_tokens"] + a["completion_tokens"] - 1 for a in (quick[0].result, slow))
+    again = runner.look(lambda core: core.stats.tokens_computed) - before - made
+    assert 0 < again < PAGE_TOKENS
 
 
 def test_evicted_while_it_is_out_it_reads_its_pages_again(make_runner: Callable[..., Runner]) -> None:
@@ -287,9 +307,9 @@ def test_evicted_while_it_is_out_it_reads_its_pages_again(make_runner: Callable[
         if event["type"] == "first_token":
             runner.engine.call(lambda core: core.memory.apply(EvictionWanted(space[0])))
 
-    runner.turn("slow", LONG, max_tokens=1).wait()
+    said = runner.turn("slow", LONG, max_tokens=5).result["text"]
     space.append(runner.look(lambda core: core.agents.get(ref_of("slow")).branch.space))
-    more = LONG + prose(20, "more")
+    more = LONG + said + prose(20, "more")
     before = runner.look(lambda core: core.stats.tokens_computed)
     slow = runner.turn("slow", more, max_tokens=20, priority="background", emit=meddler).result
     assert slow["preemptions"] == 1

@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 from kvd.ids import RequestId
 from kvd.scheduler.state import (
     MAX_PASSED,
+    MAX_PREEMPTIONS,
     CancelWanted,
     DrainWanted,
     DropQueued,
     Finished,
+    Preempt,
+    Preempted,
     Priority,
     RefuseBusy,
     RefuseDraining,
+    Resume,
     Scheduler,
     SchedulerInstruction,
     Start,
@@ -35,6 +39,7 @@ ACTIONS = st.lists(
         SUBMIT,
         st.tuples(st.just("cancel"), st.integers(1, 40)),
         st.tuples(st.just("finish"), st.integers(0, 3)),
+        st.tuples(st.just("preempt"), st.integers(0, 3)),
         st.just(("drain",)),
     ),
     max_size=80,
@@ -58,6 +63,10 @@ class Book:
         self.started: list[int] = []
         self.ended: list[int] = []
         self.draining = False
+        self.asked: set[int] = set()
+        self.parked: set[int] = set()
+        self.leaving: set[int] = set()
+        self.preemptions: dict[int, int] = {}
 
     def submit(
         self,
@@ -73,10 +82,19 @@ class Book:
         return event.request
 
     def finish(self, request: int) -> None:
-        """A running request ends."""
-        self.running.remove(request)
+        """A running request ends, or one that was cancelled while it was preempted."""
+        self.asked.discard(request)
+        (self.running if request in self.running else self.leaving).remove(request)
         self.ended.append(request)
         self.carry_out(self.scheduler.handle(Finished(RequestId(request))))
+
+    def preempt(self, request: int) -> None:
+        """A running request gives way."""
+        self.running.remove(request)
+        self.parked.add(request)
+        self.asked.discard(request)
+        self.preemptions[request] = self.preemptions.get(request, 0) + 1
+        self.carry_out(self.scheduler.handle(Preempted(RequestId(request))))
 
     def drop(self, request: int) -> None:
         """Cancel a request."""
@@ -94,9 +112,19 @@ class Book:
                 case Start(request):
                     mine = set(self.submitted[request].agents)
                     assert request not in self.started
-                    assert all(mine.isdisjoint(self.submitted[other].agents) for other in self.running)
+                    busy = self.running | self.parked | self.leaving
+                    assert all(mine.isdisjoint(self.submitted[other].agents) for other in busy)
                     self.started.append(request)
                     self.running.add(request)
+                case Resume(request):
+                    self.parked.remove(request)
+                    self.running.add(request)
+                case Preempt(request, wanted):
+                    assert request in self.running
+                    assert (request in self.asked) != wanted
+                    assert self.submitted[request].priority == "background"
+                    assert not wanted or self.preemptions.get(request, 0) < MAX_PREEMPTIONS
+                    (self.asked.add if wanted else self.asked.discard)(request)
                 case DropQueued(request):
                     assert request not in self.started
                     self.ended.append(request)
@@ -106,6 +134,9 @@ class Book:
                 case RefuseDraining(request):
                     assert self.draining
                     self.ended.append(request)
+                case StopRunning(request) if request in self.parked:
+                    self.parked.remove(request)
+                    self.leaving.add(request)
                 case StopRunning(request):
                     assert request in self.running
                 case TellQueued(request, position):
@@ -113,7 +144,10 @@ class Book:
         assert set(self.scheduler.running) == self.running
         assert len(self.running) <= self.max_running
         assert self.scheduler.counts == (len(self.running), len(self.scheduler.queued))
-        assert self.scheduler.is_idle == (not self.running and not self.scheduler.queued)
+        assert set(self.scheduler.preempted) == self.parked
+        at_work = self.running or self.parked or self.leaving
+        assert self.scheduler.is_idle == (not at_work and not self.scheduler.queued)
+        assert len(self.asked) <= len(self.scheduler.line), "somebody gives way for nobody"
 
 
 @given(max_queued=st.integers(1, 5), max_running=st.integers(1, 3), actions=ACTIONS)
@@ -128,16 +162,21 @@ def test_every_request_is_answered_once(max_queued: int, max_running: int, actio
                 book.drop(number)
             case ("finish", int() as number) if book.running:
                 book.finish(sorted(book.running)[number % len(book.running)])
+            case ("preempt", int() as number) if book.asked or book.running:
+                victims = sorted(book.asked or book.running)  # for memory anybody may be preempted
+                book.preempt(victims[number % len(victims)])
             case ("drain",):
                 book.drain()
         idle = max_running - len(book.running)
-        busy = {agent for request in book.running for agent in book.submitted[request].agents}
+        assert not idle or not book.parked, "a place is free for one that was preempted"
+        at_work = book.running | book.parked | book.leaving
+        busy = {agent for request in at_work for agent in book.submitted[request].agents}
         for waiting in book.scheduler.queued:
             agents = set(book.submitted[waiting].agents)
             assert not idle or not busy.isdisjoint(agents), "a place is free and nothing stands in the way"
             busy |= agents
-    while book.running:
-        book.finish(min(book.running))
+    while book.running or book.leaving:
+        book.finish(min(book.running | book.leaving))
     assert sorted(book.ended) == sorted(book.submitted)
     for agent in "abc":
         line = [n for n in book.started if agent in book.submitted[n].agents and not book.submitted[n].first]
@@ -229,6 +268,70 @@ def test_the_engines_own_work_goes_first_but_not_beside_its_agent() -> None:
     assert book.scheduler.queued == (3, 2)
     book.finish(1)
     assert book.scheduler.running == (3,)
+
+
+def test_a_background_request_gives_way_and_goes_on_before_others() -> None:
+    """The last that started is asked; it goes on before other background requests, and after interactive ones."""
+    book = Book(9, 2)
+    book.submit("a", priority="background")
+    book.submit("b", priority="background")
+    book.submit("c", priority="background")
+    assert not book.asked
+    book.submit("d")
+    assert book.asked == {2}
+    book.preempt(2)
+    assert book.running == {1, 4}
+    assert book.scheduler.line == (2, 3)
+    book.submit("b")
+    book.submit("e")
+    assert book.asked == {1}, "what waits for a busy agent asks nobody"
+    book.finish(4)
+    assert book.running == {1, 6}
+    assert not book.asked
+    book.finish(1)
+    assert book.running == {2, 6}
+    book.finish(6)
+    assert book.running == {2, 3}
+
+
+def test_a_request_that_needs_no_slot_any_more_asks_nobody() -> None:
+    """Cancelled, or served by a slot that came free: who was asked to give way need not."""
+    book = Book(9, 1)
+    book.submit("a", priority="background")
+    late = book.submit("b")
+    assert book.asked == {1}
+    book.drop(late)
+    assert not book.asked
+
+
+def test_preempted_requests_are_not_overtaken_for_ever() -> None:
+    """After `MAX_PASSED` interactive ones the one that was preempted goes on, asked a bounded number of times."""
+    book = Book(9, 1)
+    slow = book.submit("a", priority="background")
+    for number in range((MAX_PASSED + 3) * (MAX_PREEMPTIONS + 1)):
+        book.submit(f"quick-{number}")
+        if slow in book.asked:
+            book.preempt(slow)
+        if slow in book.running and slow not in book.asked:
+            break
+        book.finish(*book.running - {slow})
+    assert book.preemptions[slow] <= MAX_PREEMPTIONS
+    assert slow in book.running
+
+
+def test_what_is_cancelled_while_preempted_ends_without_a_slot() -> None:
+    """It has to commit what it computed; its agent is busy until then."""
+    book = Book(9, 1)
+    book.submit("a", priority="background")
+    book.submit("b")
+    book.preempt(1)
+    book.submit("a")
+    book.drop(1)
+    book.drop(1)
+    book.finish(2)
+    assert book.scheduler.queued == (3,)
+    book.finish(1)
+    assert book.running == {3}
 
 
 def test_a_drain_does_what_is_queued_and_refuses_what_comes() -> None:
