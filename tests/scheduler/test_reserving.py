@@ -30,6 +30,139 @@ def test_what_was_let_in_fits_and_the_first_in_line_is_never_overtaken(actions: 
         assert line.waiting == len(waiting)
 
 
+class Line:
+    """Reservations and what became of each, with the requests that leave their place when they are asked.
+
+    Args:
+        usable: bytes.
+    """
+
+    def __init__(self, usable: int = USABLE) -> None:
+        self.usable = usable
+        self.line = Reservations(lambda: self.usable)
+        self.given_up: list[Reservation] = []
+
+    def ask(self, size: int, *, background: bool = False, tail: int | None = 1) -> Reservation:
+        """A request comes."""
+        return self.line.ask(size, is_background=background, tail_bytes=tail)
+
+    def leave(self, each: Reservation) -> None:
+        """A request makes way."""
+        self.line.leave(each, lambda: self.given_up.append(each))
+
+
+def test_interactive_requests_want_the_places_of_background_ones() -> None:
+    """As many as it takes, the last let in first, and none when it would not help."""
+    all_of_it = Line()
+    old, young, fixed = (
+        all_of_it.ask(30, background=True),
+        all_of_it.ask(30, background=True),
+        all_of_it.ask(30),
+    )
+    all_of_it.ask(30, background=True)
+    assert (old.is_wanted, young.is_wanted) == (False, False), "background requests wait for background ones"
+    first = all_of_it.ask(35)
+    assert (old.is_wanted, young.is_wanted, fixed.is_wanted) == (False, True, False)
+    all_of_it.line.release(first)
+    assert not young.is_wanted
+    large = all_of_it.ask(65)
+    assert old.is_wanted
+    assert young.is_wanted
+    all_of_it.line.release(large)
+    all_of_it.ask(75)
+    assert (old.is_wanted, young.is_wanted) == (False, False), "the interactive one leaves no room for it anyway"
+
+
+def test_who_made_way_keeps_its_open_page_until_somebody_needs_it() -> None:
+    """Kept bytes count; they are given up only when nobody runs and they alone stand in the way."""
+    line = Line()
+    slow = line.ask(60, background=True, tail=10)
+    first = line.ask(80)
+    assert slow.is_wanted
+    line.leave(slow)
+    assert line.line.is_in(first)
+    assert line.line.reserved_bytes == 90
+    line.line.ask_again(slow)
+    behind = line.ask(5, background=True)
+    assert line.line.place(slow) == 1, "before other background requests"
+    assert not line.line.is_in(behind)
+    all_of_it = line.ask(95)
+    line.line.release(first)
+    assert line.line.is_in(all_of_it)
+    assert line.given_up == [slow]
+    assert line.line.reserved_bytes == 95
+    line.line.release(all_of_it)
+    assert line.line.is_in(slow)
+    assert line.line.is_in(behind)
+
+
+def test_a_smaller_budget_wants_places_of_anybody_but_one() -> None:
+    """P21: background ones first, then the last let in; the oldest stays, so somebody gets on."""
+    line = Line()
+    old, background, young = line.ask(40), line.ask(30, background=True), line.ask(30)
+    line.usable = 80
+    assert not background.is_wanted
+    line.line.review()
+    assert (old.is_wanted, background.is_wanted, young.is_wanted) == (False, True, False)
+    line.usable = 20
+    line.line.review()
+    assert (old.is_wanted, background.is_wanted, young.is_wanted) == (False, True, True)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(1, USABLE), st.booleans()),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("again"), st.integers(0, 9)),
+        st.tuples(st.just("release"), st.integers(0, 9)),
+        st.tuples(st.just("budget"), st.integers(60, USABLE)),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+def test_whoever_comes_and_goes_everybody_gets_in(actions: list[tuple[object, ...]]) -> None:
+    """P21: what is held fits, somebody is in while anybody waits, preemptions are bounded, and all are served."""
+    line = Line()
+    present: list[Reservation] = []
+    out: list[Reservation] = []
+    for action in actions:
+        before = line.line.reserved_bytes
+        match action:
+            case ("ask", int() as size, bool() as background):
+                present.append(line.ask(size, background=background))
+            case ("leave", int() as which) if wanted := [each for each in present if each.is_wanted]:
+                out.append(wanted[which % len(wanted)])
+                line.leave(out[-1])
+            case ("again", int() as which) if out:
+                line.line.ask_again(out.pop(which % len(out)))
+            case ("release", int() as which) if present:
+                gone = present.pop(which % len(present))
+                if gone in out:
+                    out.remove(gone)
+                line.line.release(gone)
+            case ("budget", int() as usable):
+                line.usable = usable
+                line.line.review()
+        held = [each for each in present if line.line.is_in(each)]
+        waiting = [each for each in present if not line.line.is_in(each) and each not in out]
+        assert held or not waiting
+        assert line.line.reserved_bytes <= max(line.usable, before) or len(held) == 1
+        assert line.line.waiting == len(waiting)
+        assert sorted(filter(None, map(line.line.place, waiting))) == list(range(1, len(waiting) + 1))
+        assert not all(each.is_wanted for each in held) or waiting or not held
+    while present:
+        for each in out:
+            line.line.ask_again(each)
+        out.clear()
+        ends = [each for each in present if line.line.is_in(each)]
+        assert ends, "nobody is in"
+        present.remove(ends[0])
+        line.line.release(ends[0])
+    assert line.line.reserved_bytes == 0
+
+
 def test_what_is_larger_than_all_is_let_in_alone() -> None:
     """What never fits is refused elsewhere; what was not refused (a copy's room on top) must not wait for ever."""
     line = Reservations(lambda: USABLE)
