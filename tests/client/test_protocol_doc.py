@@ -6,7 +6,20 @@ import re
 from pathlib import Path
 
 from kvd.front import FrontLimits
-from kvd_client.stream import Durable, FirstToken, Logprobs, Matched, Prefill, Queued, Reasoning, Text, ToolCall, Usage
+from kvd_client.stream import (
+    Durable,
+    FirstToken,
+    Logprobs,
+    Matched,
+    Preempted,
+    Prefill,
+    Queued,
+    Reasoning,
+    Resumed,
+    Text,
+    ToolCall,
+    Usage,
+)
 from kvd_client.wire import CLIENT_LIMITS, CODES, SERVER_LIMITS
 
 DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -26,7 +39,20 @@ def test_every_method_and_event_is_described() -> None:
     """Each method has a heading, each event type a row."""
     headings = ", ".join(re.findall(r"^### (.+)$", DOC, re.MULTILINE)).split(", ")
     assert set(METHODS.split()) <= set(headings)
-    for kind in (Queued, Matched, Prefill, FirstToken, Text, Logprobs, Reasoning, ToolCall, Usage, Durable):
+    for kind in (
+        Queued,
+        Preempted,
+        Resumed,
+        Matched,
+        Prefill,
+        FirstToken,
+        Text,
+        Logprobs,
+        Reasoning,
+        ToolCall,
+        Usage,
+        Durable,
+    ):
         assert f"| `{kind.type}` |" in DOC
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,6 +153,24 @@ def test_a_full_disk_costs_a_turn_nothing_and_a_line_once(world: World) -> None:
     turn = world.generate("a", world.text("a") + " on", max_tokens=1).turn
     assert turn.durable, "the first turn after the disk healed is durable, whatever the back-off says"
     assert len(world.events("page_writes_resumed")) == len(world.events("turn_saved")) == 1
+
+
+def test_pages_of_others_that_cannot_be_written_do_not_make_a_turn_undurable(world: World) -> None:
+    """P33: only one agent's pages meet bad sectors; another's turn is durable all the same."""
+    world.refuse_writes()
+    assert world.generate("bad", text_of(60), max_tokens=1).turn.durable is False
+    bad = {page for group in (0, 1) for page in world.page_ids("bad", group)}
+    assert bad
+
+    def fail(number: int, name: str, path: Path | None) -> int | None:
+        return errno.EIO if name in ("create", "write") and any(page in str(path) for page in bad) else None
+
+    world.fs.fail = fail
+    good = world.generate("good", text_of(80), max_tokens=1).turn
+    assert good.durable is True
+    assert world.generate("bad", text_of(60) + " more", max_tokens=1).turn.durable is False
+    world.crash()
+    assert world.generate("good", text_of(80), max_tokens=1).turn.cached_tokens == good.prompt_tokens - 1
 
 
 def test_a_full_disk_is_tried_ever_more_rarely(world: World) -> None:

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from kvd.errors import Cancelled
+from kvd.ids import RequestId
 from kvd.model.tokenizer import TextCodec
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.core import EngineCore
+from kvd.scheduler.requests import TurnRequest
 from kvd.scheduler.sampling import SamplingParams
 from kvd.scheduler.state import MAX_PREEMPTIONS
+from kvd.scheduler.steps import run_steps
+from kvd.scheduler.turn import TurnState, run_turn
+from kvd.scheduler.waiting import Parked, StepWanted
 from kvd.vm.events import BudgetChanged, EvictionWanted
 from tests.scheduler.fake_model import FakeModel, Truth, make_formats, make_spec
-from tests.scheduler.harness import World, ref_of
+from tests.scheduler.harness import World, content, ref_of
 from tests.scheduler.test_engine import Answer, Runner
 from tests.support.prose import prose
 
@@ -170,27 +175,28 @@ def test_after_some_preemptions_a_turn_runs_to_its_end(make_runner: Callable[...
     assert slow.result["text"] == expected
 
 
-@pytest.mark.parametrize("how", ["cancel", "timeout", "drain", "stop"])
+@pytest.mark.parametrize("how", ["cancel", "line", "timeout", "drain", "stop"])
 def test_a_preempted_turn_can_end(make_runner: Callable[..., Runner], how: str) -> None:
     """P34: cancelled or out of time while it is out, it commits what it has and a retry goes on from there.
 
-    A drain waits for it; a stop answers it.
+    `line`: it has a slot again and waits for its place in RAM. A drain waits for it; a stop answers it.
     """
     now_s = 0.0
-    runner = make_runner(max_batch=1, clock=lambda: now_s)
+    options = {"max_batch": 4, "budget_bytes": TIGHT_BYTES} if how == "line" else {"max_batch": 1}
+    runner = make_runner(clock=lambda: now_s, **options)
     slow: list[Answer] = []
 
     def act(event: Any) -> None:
         nonlocal now_s
         if event["type"] == "text":
-            if how == "cancel":
+            if how in ("cancel", "line"):
                 runner.cancel(slow[0])
             elif how == "drain":
                 runner.engine.drain()
             elif how == "timeout":
                 now_s = 11.0
 
-    meddler = Meddler("text", 8, lambda: quick.append(runner.turn("quick", prose(300, "q"), max_tokens=30, emit=act)))
+    meddler = Meddler("text", 8, lambda: quick.append(runner.turn("quick", prose(700, "q"), max_tokens=30, emit=act)))
     quick: list[Answer] = []
     slow.append(
         runner.turn(
@@ -208,6 +214,7 @@ def test_a_preempted_turn_can_end(make_runner: Callable[..., Runner], how: str) 
         runner.stop()
         assert "stopped" in slow[0].error.message
         return
+    slow[0].wait()
     assert quick[0].result["completion_tokens"] == 30
     if how == "drain":
         assert slow[0].result["completion_tokens"] == 40
@@ -316,3 +323,52 @@ def test_evicted_while_it_is_out_it_reads_its_pages_again(make_runner: Callable[
     assert slow["swapped_in_pages"] >= 3
     computed = runner.look(lambda core: core.stats.tokens_computed) - before
     assert computed <= slow["prompt_tokens"] - slow["cached_tokens"] + 20 + 40
+
+
+@pytest.mark.parametrize("at", [3, 9, 14])
+def test_a_kill_while_a_turn_is_preempted_loses_that_turn_only(make_world: Callable[..., World], at: int) -> None:
+    """P2: what was durable before it began is there; the turn itself was not answered, and a retry makes it whole."""
+    world = make_world()
+    first = world.generate("a", LONG, max_tokens=2).turn
+    prompt = LONG + first.text + prose(400, "more")
+    request = TurnRequest(RequestId(999), ref_of("a"), content(prompt), max_tokens=12, priority="background")
+    state = TurnState(request, 0.0)
+    work = run_turn(world.core, state)
+    steps = 0
+    wait: Any = None
+    while not isinstance(wait, Parked):
+        if isinstance(wait, StepWanted):
+            steps += 1
+            state.slot_wanted = steps == at
+            run_steps(world.core, [wait])
+        if wait is None or wait():
+            wait = next(work)
+        else:
+            assert world.step_store()
+    while world.step_store():
+        pass
+    world.crash()
+    work.close()
+    assert world.text("a") == LONG + first.text
+    again = world.generate("a", prompt, max_tokens=12).turn
+    assert again.cached_tokens >= first.prompt_tokens + 1
+    assert again.text == make_world().generate("b", prompt, max_tokens=12).turn.text
+
+
+def test_a_turn_cancelled_anywhere_keeps_what_it_computed(make_world: Callable[..., World]) -> None:
+    """P34: cancelled at each of its waits (swap-in, prefill, decode, commit), a retry after a crash resumes there."""
+    world = make_world(budget_pages=24)
+    ends = set()
+    for after in range(0, 34, 2):
+        name = f"agent-{after}"
+        said = world.generate(name, prose(400, name), max_tokens=1).turn.text
+        world.job("evict", name)
+        prompt = prose(400, name) + said + prose(300, f"{name}-more")
+        outcome = world.generate(name, prompt, max_tokens=6, cancel_after=after)
+        ends.add("done" if outcome.error is None else outcome.events[-1]["type"] if outcome.events else "swap-in")
+        assert outcome.error is None or isinstance(outcome.error, Cancelled)
+        computed = world.agent(name).branch.computed
+        world.crash()
+        retry = world.generate(name, prompt, max_tokens=1).turn
+        assert retry.cached_tokens >= min(computed, retry.prompt_tokens - 1), after
+    assert {"swap-in", "durable", "done"} <= ends
