@@ -371,8 +371,8 @@ class Engine:
                     self._answering.tell_place(request_id, Place(position, "slot"))
                     self._hint(self._requests[request_id].request)
                 case StopRunning(request_id):
-                    if (held := self._parked.pop(request_id, None)) is not None:
-                        self._running[request_id] = held  # it has to commit
+                    if request_id in self._parked:  # it has to commit
+                        self._running[request_id] = self._parked.pop(request_id)
                     self._requests[request_id].end_early()
                 case DropQueued(request_id):
                     self._answering.drop_queued(request_id)
