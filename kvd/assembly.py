@@ -131,6 +131,7 @@ class Assembly:
             formats=formats.book,
             backend=backend,
             chunk_tokens=settings.chunk_tokens,
+            prefetch=settings.prefetch,
             log=self._log,
         )
         core_box.append(core)

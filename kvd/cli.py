@@ -22,6 +22,7 @@ from kvd.config import (
     DEFAULT_MODEL,
     DEFAULT_QUOTA_BYTES,
     MAX_BATCH,
+    PREFETCH,
     SHARING,
     Settings,
 )
@@ -216,6 +217,15 @@ def main() -> None:
     help="Part of the time decoding gets at least while others prefill.",
 )
 @click.option(
+    "--prefetch",
+    type=click.Choice(PREFETCH),
+    envvar="KVD_PREFETCH",
+    show_envvar=True,
+    default="predict",
+    show_default=True,
+    help="Load pages ahead: for turns that wait and agents likely to be next, for turns that wait, or not at all.",
+)
+@click.option(
     "--drain-grace",
     "drain_grace_s",
     type=click.FloatRange(0),
@@ -262,6 +272,7 @@ def serve(
     max_queued: int,
     max_batch: int | Literal["auto"],
     decode_share: float,
+    prefetch: str,
     drain_grace_s: float,
     log_level: str,
     log_file: Path | None,
@@ -295,6 +306,7 @@ def serve(
             max_queued=max_queued,
             max_batch=max_batch,
             decode_share=decode_share,
+            prefetch=prefetch,
             drain_grace_s=drain_grace_s,
             log_level=log_level,
             log_file=log_file,

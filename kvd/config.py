@@ -19,6 +19,7 @@ DEFAULT_QUOTA_BYTES = 100_000_000_000
 DEFAULT_MODEL = "smollm2-135m"
 SHARING = ("agent",)
 ATTENTION = ("auto", "cpu", "mlx", "reference")
+PREFETCH = ("predict", "hints", "off")
 MIN_BUDGET_BYTES = 1_000_000
 MAX_CHUNK_TOKENS = 512
 """What the scratch memory of a step is counted for (`ModelCacheSpec.scratch_bytes`)."""
@@ -53,6 +54,8 @@ class Settings:
         max_batch: requests that run at once, of different agents; their decode steps run together. `auto`: as many as
             memory holds and the device gains by (`kvd.scheduler.batch_size`).
         decode_share: part of the time that decode steps get at least while others prefill.
+        prefetch: what is loaded before it is demanded: for turns that wait and for agents whose turn is likely to come
+            (`predict`), for turns that wait (`hints`), nothing (`off`); clients may always ask for it.
         drain_grace_s: how long a drain lets requests finish before it cancels them.
         log_level: of `LOG_LEVELS`.
         log_file: JSON lines go here (None: standard error).
@@ -72,6 +75,7 @@ class Settings:
     max_queued: int = 256
     max_batch: int | Literal["auto"] = "auto"
     decode_share: float = 0.5
+    prefetch: str = "predict"
     drain_grace_s: float = 30.0
     log_level: str = "info"
     log_file: Path | None = None
@@ -81,6 +85,7 @@ class Settings:
         _one_of("kv-format", self.kv_format, ("auto", *NAMED_FORMATS))
         _one_of("attention", self.attention, ATTENTION)
         _one_of("sharing", self.sharing, SHARING)
+        _one_of("prefetch", self.prefetch, PREFETCH)
         _one_of("log-level", self.log_level, LOG_LEVELS)
         _at_least("budget", self.budget_bytes, MIN_BUDGET_BYTES, "bytes")
         _at_least("quota", self.quota_bytes, MIN_BUDGET_BYTES, "bytes")

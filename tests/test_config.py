@@ -37,6 +37,7 @@ def test_allowed_values_are_those_of_the_packages_that_use_them() -> None:
         ({"kv_format": "q5"}, "kv-format must be one of auto, q4, q4c, k8v4, q8, q2, not 'q5'"),
         ({"attention": "cuda9"}, "attention must be one of auto, "),
         ({"sharing": "everybody"}, "sharing must be one of agent"),
+        ({"prefetch": "always"}, "prefetch must be one of predict, hints, off, not 'always'"),
         ({"log_level": "loud"}, "log-level must be one of debug, info, warning, error, not 'loud'"),
         ({"budget_bytes": 10}, "budget must be at least 1000000 bytes, not 10"),
         ({"budget_bytes": -1}, "budget must be at least"),

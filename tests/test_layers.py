@@ -89,6 +89,8 @@ LAYERS = {
         "numpy",
     ),
     "kvd.scheduler.state": Row("kvd.ids kvd.errors kvd.scheduler", pure=True),
+    "kvd.scheduler.prediction": Row(pure=True),
+    "kvd.scheduler.thrashing": Row(pure=True),
     # Clients' side: sockets, and the service behind one protocol.
     "kvd.front": Row("kvd.ids kvd.errors kvd.ops kvd_client.wire kvd_client.paths", "structlog"),
     "kvd.front.api": Row("kvd.errors", pure=True),

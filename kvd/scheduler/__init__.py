@@ -5,7 +5,8 @@ from arrival to answer, `batch_size` the default of `--max-batch`, `commit` make
 engine's parts and cuts and forks branches, `engine` is the thread and its inbox, `errors` the service's errors,
 `generation` computes and samples, `iterations` chooses what the model computes next, `jobs` are the control operations,
 `logprobs` tells clients what tokens were likely, `memory` carries out the pager's instructions, `messages` are what
-reaches the engine, `params` checks RPC parameters, `places` tells waiting requests where they stand, `registry` finds
+reaches the engine, `paging` has pages loaded ahead for whom `prediction` expects and feeds `thrashing`, which slows
+admission down, `params` checks RPC parameters, `places` tells waiting requests where they stand, `registry` finds
 agents, `requests` is what goes in and out, `residence` what a turn holds and gives back when preempted, `reserving`
 says who may be in RAM at once, `restore` brings recovered agents back, `sampling` chooses tokens, `service` has the RPC
 methods, `state` the pure scheduler, `steps` runs the model for all who wait for it, `stopping` stop strings,

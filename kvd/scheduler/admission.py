@@ -121,7 +121,10 @@ def reserve(
     tail_bytes = sum(core.page_bytes(branch.space))
     copies = tail_bytes if core.reservations.others_hold else 0
     return core.reservations.ask(
-        needed_bytes + copies, is_background=is_background, tail_bytes=tail_bytes if can_leave else None
+        needed_bytes + copies,
+        is_background=is_background,
+        tail_bytes=tail_bytes if can_leave else None,
+        whose=core.owner(branch.space)[0],
     )
 
 

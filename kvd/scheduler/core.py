@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvd.config import MAX_BATCH
 from kvd.ids import FormatId, GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.model.cache import SequenceCache
 from kvd.model.forward import Forward
@@ -19,10 +20,12 @@ from kvd.quant.codec import CODEC_VERSION
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent
 from kvd.scheduler.memory import Memory, SpaceFacts
+from kvd.scheduler.paging import Paging
 from kvd.scheduler.registry import AgentRegistry
 from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.reserving import Reservations
 from kvd.scheduler.store_door import StoreDoor
+from kvd.scheduler.thrashing import Thrashing
 from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, hold_cut, release_cut
 from kvd.vm.events import (
     Forked,
@@ -89,6 +92,7 @@ class EngineStatistics:
     prefill_chunks: int = 0
     decode_s: float = 0.0
     prefill_s: float = 0.0
+    swap_in_waited_s: float = 0.0
 
     def note_steps(self, *, rows: int, is_chunk: bool, seconds: float) -> None:
         """The model ran: decode steps of `rows` requests together, or one prefill chunk."""
@@ -113,6 +117,7 @@ class EngineCore:
         formats: page formats in use.
         backend: attention backend.
         chunk_tokens: tokens of a prefill step.
+        prefetch: what is loaded ahead (`kvd.config.PREFETCH`).
         clock: seconds, monotonic.
         log: told of what an operator wants to know: (event, facts).
         default_batch: requests that run at once unless the engine was told.
@@ -135,6 +140,7 @@ class EngineCore:
         formats: FormatBook,
         backend: AttentionBackend,
         chunk_tokens: int,
+        prefetch: str = "predict",
         clock: Callable[[], float] = time.monotonic,
         log: Callable[..., None],
         default_batch: int = 1,
@@ -153,12 +159,14 @@ class EngineCore:
         self.log = log
         self.forward = Forward(loaded.model, assisted=backend.name == "cpu")
         self.stats = EngineStatistics()
-        self.reservations = Reservations(lambda: pager.usable_bytes)
+        self.thrashing = Thrashing(most=MAX_BATCH)
+        self.reservations = Reservations(lambda: pager.usable_bytes, self.thrashing)
         self.agents = AgentRegistry(self.new_branch)
         self._next_space = 1
         self._sequences: dict[SpaceId, SequenceCache] = {}
         self._chains: dict[SpaceId, list[KeyChain]] = {}
         self._owners: dict[SpaceId, tuple[AgentRef, int]] = {}
+        self.paging = Paging(self, prefetch)
         self.forgotten: list[PageId] = []
         self.sweep_due = False
         self.batch_failures = 0

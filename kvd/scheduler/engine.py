@@ -45,7 +45,7 @@ from kvd.scheduler.messages import (
     Submit,
 )
 from kvd.scheduler.places import Place
-from kvd.scheduler.requests import JobRequest, Reply, TurnRequest
+from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest
 from kvd.scheduler.state import (
     CancelWanted,
     DrainWanted,
@@ -66,9 +66,10 @@ from kvd.scheduler.state import (
 from kvd.scheduler.steps import run_steps
 from kvd.scheduler.turn import TurnState, run_turn
 from kvd.scheduler.upkeep import Upkeep
+from kvd.scheduler.views import thrashing_facts
 from kvd.scheduler.waiting import Parked
 from kvd.store.swap_ops import SwapResult
-from kvd.vm.events import PrefetchHinted, Tick
+from kvd.vm.events import Tick
 
 TICK_S = 1.0
 """How often failed writes are tried again at most, and how far apart tries for unsaved turns are at least."""
@@ -171,11 +172,14 @@ class Engine:
 
     @property
     def queue_facts(self) -> dict[str, object]:
-        """Running, queued and preempted counts, for health; a snapshot without waiting for the engine."""
+        """Counts of requests, and thrashing, for health; a snapshot without waiting for the engine."""
         scheduler = self._scheduler
         running, queued = scheduler.counts
-        preempted = len(scheduler.preempted)
-        return {"running": running, "queued": queued, "preempted": preempted, "max_batch": scheduler.max_running}
+        facts: dict[str, object] = {"running": running, "queued": queued}
+        facts |= {"preempted": len(scheduler.preempted), "max_batch": scheduler.max_running}
+        if self._core is not None:
+            facts |= thrashing_facts(self._core)
+        return facts
 
     # ---- the engine thread ------------------------------------------------------------------------------------------
 
@@ -186,6 +190,7 @@ class Engine:
             self._answering.core = self._core
             max_batch = self._max_batch if self._max_batch is not None else self._core.default_batch
             self._answering.at_once = self._core.stats.max_batch = max_batch
+            self._core.thrashing.allow(max_batch)
             self._scheduler = Scheduler(max_queued=self._max_queued, max_running=max_batch)  # nothing has come yet
         except BaseException as error:  # the daemon must hear of it and exit with the reason
             self.drained.set()
@@ -354,6 +359,7 @@ class Engine:
         return bool(ahead) and all(request.ref not in self._requests[number].agents for number in ahead)
 
     def _schedule(self, event: SchedulerEvent) -> None:
+        assert self._core is not None
         self._changes += 1
         for instruction in self._scheduler.handle(event):
             match instruction:
@@ -369,13 +375,17 @@ class Engine:
                     held.wait.resumed = True
                 case TellQueued(request_id, position):
                     self._answering.tell_place(request_id, Place(position, "slot"))
-                    self._hint(self._requests[request_id].request)
+                    request = self._requests[request_id].request
+                    if isinstance(request, TurnRequest):
+                        self._core.paging.queued(request)
                 case StopRunning(request_id):
                     if request_id in self._parked:  # it has to commit
                         self._running[request_id] = self._parked.pop(request_id)
                     self._requests[request_id].end_early()
                 case DropQueued(request_id):
+                    request = self._requests[request_id].request
                     self._answering.drop_queued(request_id)
+                    self._core.paging.ended(request, has_run=False, waits=self._waits)
                 case RefuseBusy(request_id, queued):
                     self._answering.refuse_busy(request_id, queued)
                 case RefuseDraining(request_id):
@@ -388,21 +398,11 @@ class Engine:
             held.state = TurnState(held.request, held.submitted_s)
             held.state.times.queued_s = self._core.clock() - held.submitted_s
             held.work = run_turn(self._core, held.state)
+            self._core.paging.started(held.request)
         else:
             held.work = run_job(self._core, held.request, held.stop)
         held.started_s = self._core.clock()
         self._running[held.request.request_id] = held
-
-    def _hint(self, request: TurnRequest | JobRequest) -> None:
-        """A turn waits: the pages it will go on from can come in meanwhile, if they can be resident at all."""
-        assert self._core is not None
-        if not isinstance(request, TurnRequest):
-            return
-        agent, pager = self._core.agents.known(request.ref), self._core.pager
-        if agent is None or not pager.fits(pager.working_set_bytes(agent.branch.space)):
-            return
-        if request.append or request.prompt.data.startswith(bytes(agent.branch.text)):
-            self._core.memory.apply(PrefetchHinted(agent.branch.space))
 
     def _go_on(self, held: HeldRequest) -> None:
         """Resume a request once."""
@@ -426,6 +426,7 @@ class Engine:
         self._core.stats.requests += not held.internal
         request_id = held.request.request_id
         self._answering.answer(request_id, result, error)
+        self._core.paging.ended(held.request, has_run=True, waits=self._waits)
         if self._check:
             self._core.pager.check_integrity()
         if self._running.pop(request_id, None) is not None:
@@ -443,6 +444,10 @@ class Engine:
         self._parked[request_id] = self._running.pop(request_id)
         self._schedule(Preempted(request_id))
 
+    def _waits(self, ref: AgentRef) -> bool:
+        """Whether a request of the agent has not been answered yet."""
+        return any(ref in held.agents for held in self._requests.values())
+
     def _tick(self) -> None:
         assert self._core is not None
         for request_id, reason in self._answering.overdue().items():
@@ -452,6 +457,7 @@ class Engine:
             return
         self._last_tick_s = now
         self._core.memory.apply(Tick())
+        self._core.paging.tick()
         sweep(self._core)
         if self._scheduler.is_idle:
             self._keep_up(idle=True)

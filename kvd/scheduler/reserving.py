@@ -12,15 +12,25 @@ the one that was let in first, when the budget shrinks below what is held. A req
 its next step boundary and asks again later. It keeps the bytes of its open pages, which are nowhere but in RAM. If
 these alone stand between the first in line and its place, they are given up: their tokens are computed again.
 
+While the pool thrashes (`kvd.scheduler.thrashing`) two things change. No more requests are let in than its limit says.
+And agents that ran last, as many as fit together, are left to go on: a request of another one, whose pages would push
+theirs out, is *held back* while others hold pages, until it was overtaken `MAX_OVERTAKEN` times or has waited
+`MAX_HELD_TICKS` seconds; then it stands in line as before. When nobody holds anything somebody is let in at once.
+
 Owner: the engine thread. May import siblings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from kvd.scheduler.state import MAX_PASSED, MAX_PREEMPTIONS
+from kvd.scheduler.thrashing import Thrashing
+
+MAX_OVERTAKEN = 4
+MAX_HELD_TICKS = 2
+"""Reading an agent's pages again costs far less than seconds: more of them would be worse than what they save."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +46,8 @@ class Reservation:
         give_up: lets go of the kept bytes.
         preemptions: how often it left its place.
         passed: how often it was overtaken since it asked.
+        whose: the agent; None is nobody's, and never held back.
+        ticks: seconds it has waited since it asked.
     """
 
     reserved_bytes: int
@@ -46,6 +58,8 @@ class Reservation:
     give_up: Callable[[], None] | None = None
     preemptions: int = 0
     passed: int = 0
+    whose: Hashable = None
+    ticks: int = 0
 
     @property
     def is_immune(self) -> bool:
@@ -58,17 +72,20 @@ class Reservations:
 
     Args:
         usable_bytes: what all together may hold.
+        thrashing: whether admission is to slow down, and how far.
 
     Attributes:
         changes: grows whenever a place may have changed.
     """
 
-    def __init__(self, usable_bytes: Callable[[], int]) -> None:
+    def __init__(self, usable_bytes: Callable[[], int], thrashing: Thrashing | None = None) -> None:
         self._usable_bytes = usable_bytes
+        self._thrashing = thrashing
         self._seen_usable_bytes = 0
         self._waiting: list[Reservation] = []
         self._held: list[Reservation] = []
         self._keeping: list[Reservation] = []
+        self._recent: dict[Hashable, int] = {}  # agents let in last and their bytes, the latest last
         self.changes = 0
 
     @property
@@ -96,15 +113,22 @@ class Reservations:
         """Whether a request that asks now comes beside others."""
         return bool(self._held or self._waiting or self._keeping)
 
-    def ask(self, reserved_bytes: int, *, is_background: bool = False, tail_bytes: int | None = None) -> Reservation:
+    def ask(
+        self,
+        reserved_bytes: int,
+        *,
+        is_background: bool = False,
+        tail_bytes: int | None = None,
+        whose: Hashable = None,
+    ) -> Reservation:
         """Take a place in the line; `release` gives it, or what it turned into, back."""
-        asked = Reservation(reserved_bytes, is_background, tail_bytes)
+        asked = Reservation(reserved_bytes, is_background, tail_bytes, whose=whose)
         self.ask_again(asked)
         return asked
 
     def ask_again(self, reservation: Reservation) -> None:
         """Stand in line after `leave`."""
-        reservation.passed = 0
+        reservation.passed = reservation.ticks = 0
         self._waiting.append(reservation)
         self._let_in()
 
@@ -144,6 +168,12 @@ class Reservations:
         if self._usable_bytes() != self._seen_usable_bytes:
             self._let_in()
 
+    def tick(self) -> None:
+        """A second passed; the limit may have risen, too."""
+        for each in self._waiting:
+            each.ticks += 1
+        self._let_in()
+
     # ---- who comes and who goes -------------------------------------------------------------------------------------
 
     def _remove(self, reservation: Reservation) -> None:
@@ -160,8 +190,7 @@ class Reservations:
     def _let_in(self) -> None:
         self.changes += 1
         self._seen_usable_bytes = self._usable_bytes()
-        while self._waiting:
-            first = min(self._waiting, key=_rank)
+        while (first := self._first()) is not None:
             if self._held and not self._fits(first):
                 break
             while not self._fits(first) and (others := [each for each in self._keeping if each is not first]):
@@ -174,12 +203,37 @@ class Reservations:
             self._waiting.remove(first)
             self._forget_kept(first)
             self._held.append(first)
+            self._note_recent(first)
         wanted = self._wanted()
         for each in self._held:
             each.is_wanted = each in wanted
 
+    def _first(self) -> Reservation | None:
+        """Who is let in next; None when nobody waits, or all who do are held back."""
+        free = [each for each in self._waiting if not self._held_back(each)]
+        return min(free if self._held else free or self._waiting, key=_rank, default=None)
+
+    def _held_back(self, each: Reservation) -> bool:
+        """Whether others may overtake it: its pages would push out those of agents that ran last."""
+        if self._thrashing is None or not self._thrashing.is_thrashing or each.whose in (None, *self._recent):
+            return False
+        if each.passed >= MAX_OVERTAKEN or each.ticks >= MAX_HELD_TICKS:
+            return False
+        return sum(self._recent.values()) + each.reserved_bytes > self._usable_bytes()
+
+    def _note_recent(self, reservation: Reservation) -> None:
+        """It runs now. Only agents that fit together can stay in RAM: those let in longest ago go."""
+        if reservation.whose is None:
+            return
+        self._recent.pop(reservation.whose, None)
+        self._recent[reservation.whose] = reservation.reserved_bytes
+        while len(self._recent) > 1 and sum(self._recent.values()) > self._usable_bytes():
+            del self._recent[next(iter(self._recent))]
+
     def _fits(self, first: Reservation, without: tuple[Reservation, ...] = ()) -> bool:
         """Whether there is room for one more; `without`: as if these had left."""
+        if self._thrashing is not None and len(self._held) - len(without) >= self._thrashing.limit:
+            return False
         gone_bytes = sum(each.reserved_bytes - (each.tail_bytes or 0) for each in without)
         return self.reserved_bytes - first.kept_bytes - gone_bytes + first.reserved_bytes <= self._usable_bytes()
 
@@ -193,7 +247,7 @@ class Reservations:
                 break
             goes.append(each)
             held_bytes -= each.reserved_bytes - (each.tail_bytes or 0)
-        first = min(self._waiting, key=_rank, default=None)
+        first = self._first()
         if first is None or first.is_background:
             return tuple(goes)
         chosen = list(goes)

@@ -165,7 +165,7 @@ class Residence:
                     return notes
                 notes.append(cut_at_lost(self.core, branch, lost))
         finally:
-            self.state.times.swap_in_s += self.core.clock() - began_s
+            self.state.note_swap_in(self.core, began_s)
 
     def _drop_tails(self, branch: Branch) -> None:
         """Somebody cannot run for the open pages: their KV goes."""

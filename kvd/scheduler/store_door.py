@@ -64,6 +64,9 @@ class StoreDoor:
     Args:
         swap: the swap thread's queue.
         log: told of facts an operator wants to know.
+
+    Attributes:
+        reading_s: seconds the swap thread took for reads of pages and tails, without waiting in its queue.
     """
 
     def __init__(self, swap: SwapQueue, log: Callable[..., None]) -> None:
@@ -74,6 +77,7 @@ class StoreDoor:
         self._answers: dict[tuple[str, str, int], RecordAnswer] = {}
         self._log_answers: dict[AgentRef, RecordAnswer] = {}
         self._deletions: dict[str, RecordAnswer] = {}
+        self.reading_s = 0.0
 
     def connect(self, taker: PageTaker) -> None:
         """Name the taker of page answers (it is made after the door)."""
@@ -139,8 +143,10 @@ class StoreDoor:
             case WritePageOp(header):
                 self._taker.page_written(header.page_id, result.error)
             case ReadPageOp(header):
+                self.reading_s += result.seconds
                 self._taker.page_read(header.page_id, result.payload, result.error)
             case ReadTailOp(namespace, agent, branch, group):
+                self.reading_s += result.seconds
                 self._tail_came(namespace, agent, branch, group, result)
             case AppendRecordOp(record):
                 self._answers.pop((record.namespace, record.agent, record.seq))(result)

@@ -75,6 +75,12 @@ class TurnState:
     preemptions: int = 0
     residence: Residence | None = None
 
+    def note_swap_in(self, core: EngineCore, began_s: float) -> None:
+        """The turn waited for pages from `began_s` until now."""
+        waited_s = core.clock() - began_s
+        self.times.swap_in_s += waited_s
+        core.stats.swap_in_waited_s += waited_s
+
     def stop(self) -> str | None:
         """Why the turn is to end at its next step boundary; None while it may go on."""
         return self.cancel_reason if self.cancelled else None
@@ -123,6 +129,8 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
         residence = state.residence = Residence(core, state, _reserve(core, plan, request))
         try:
             began_s = core.clock()
+            if not core.reservations.is_in(residence.reservation):
+                core.paging.expect(plan.source.space)
             yield from residence.until_in()
             state.times.queued_s += core.clock() - began_s
             return (yield from _carry_out(core, agent, plan, sampler, state, residence))
@@ -195,7 +203,7 @@ def _carry_out(
         state.swapped_in_pages = core.pager.faults(plan.source.space) - faults_before
         faults_before = 0
     core.make_current(agent, branch)
-    state.times.swap_in_s += core.clock() - began_s
+    state.note_swap_in(core, began_s)
     try:
         return (yield from _work(core, agent, branch, plan, sampler, state, residence, notes, faults_before))
     except BaseException:

@@ -100,12 +100,22 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
     }
 
 
+def thrashing_facts(core: EngineCore) -> dict[str, object]:
+    """Whether the pool thrashes; may be asked from any thread, since it reads single values."""
+    return {
+        "thrashing": core.thrashing.is_thrashing,
+        "refault_rate": round(core.thrashing.refault_rate, 4),
+    }
+
+
 def statistics(core: EngineCore) -> dict[str, object]:
     """Figures of the whole daemon. Byte figures are bytes now, counters are since start."""
     pager = core.pager.statistics()
     store = core.store.statistics()
     pool = core.memory.pool.statistics()
     hands = core.memory.statistics
+    ahead = pager.prefetched
+    predictor = core.paging.predictor
     return {
         "budget_bytes": pager.budget_bytes,
         "usable_bytes": pager.usable_bytes,
@@ -124,6 +134,23 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "evictions": pager.evictions,
         "window_drops": pager.window_drops,
         "faults": pager.faults,
+        "demanded_pages": pager.demanded,
+        "refaults": pager.refaults,
+        "refault_rate": round(core.thrashing.refault_rate, 4),
+        "thrashing": core.thrashing.is_thrashing,
+        "thrashing_episodes": core.thrashing.episodes,
+        "admission_limit": core.thrashing.limit,
+        "prefetched_pages": {reason: figures.pages for reason, figures in ahead.items()},
+        "prefetched_bytes": {reason: figures.page_bytes for reason, figures in ahead.items()},
+        "prefetch_used_pages": {reason: figures.used_pages for reason, figures in ahead.items()},
+        "prefetch_used_bytes": {reason: figures.used_bytes for reason, figures in ahead.items()},
+        "prefetch_wasted_pages": {reason: figures.wasted_pages for reason, figures in ahead.items()},
+        "prefetch_wasted_bytes": {reason: figures.wasted_bytes for reason, figures in ahead.items()},
+        "prefetch_unknown_pages": {reason: figures.unknown_pages for reason, figures in ahead.items()},
+        "prediction_hits": predictor.hits,
+        "prediction_misses": predictor.misses,
+        "swap_in_busy_s": round(core.store.reading_s, 3),
+        "swap_in_waited_s": round(core.stats.swap_in_waited_s, 3),
         "pages_loaded": hands.pages_loaded,
         "tails_loaded": hands.tails_loaded,
         "load_failures": hands.load_failures,

@@ -3,8 +3,8 @@
 - `pager` takes events and returns instructions; it is the only module that others drive.
 - `events` are the words of that conversation, `views` the frozen pictures of the pager's state.
 - `address_space`, `page_table` and `page` hold what is mapped where and in which state; `mapping` changes it.
-- `demand` says what goes next, `budget` counts bytes, `eviction` ranks victims, `transfers` starts loads and writes,
-  `integrity` counts again; `window` says which pages a step sees.
+- `demand` says what goes next, `prefetch` what is loaded before anybody demands it, `budget` counts bytes, `eviction`
+  ranks victims, `transfers` starts loads and writes, `integrity` counts again; `window` says which pages a step sees.
 - `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content.
 - `errors` says whose fault it was.
 

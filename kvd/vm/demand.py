@@ -1,11 +1,11 @@
-"""What is wanted from disk and in RAM, in which order: demands first, then write-behind, then hints.
+"""What is demanded from disk and in RAM, in which order, and write-behind after it.
 
 Theory of operation. A space demands all that its next step sees while it is held (active or pinned), and the frames it
 wants for growth; pages behind the window of a sliding group are not demanded. A cut to come demands the one page per
 group that it goes through, which is then kept until the cut is done. The head of the demand queue is never overtaken,
 so a large space cannot be starved by small ones; while every active and pinned space together fit the budget's usable
-bytes, everything else can be evicted and each transfer that ends moves the queue on. Hints get what is free, and what
-clean pages of idle spaces leave; none waits for room.
+bytes, everything else can be evicted and each transfer that ends moves the queue on. When no demand waits, pages are
+loaded ahead (`kvd.vm.prefetch`).
 
 May import kvd.ids and the other modules of kvd.vm but pager.
 """
@@ -19,6 +19,7 @@ from kvd.vm.address_space import AddressSpace
 from kvd.vm.budget import Budget
 from kvd.vm.mapping import Mappings
 from kvd.vm.page import READABLE, STORED, Page, PageState
+from kvd.vm.prefetch import Expectations
 from kvd.vm.transfers import Transfers
 
 
@@ -30,18 +31,23 @@ class Demand:
         budget: what may be had.
         transfers: loads, writes, makes room.
         mappings: maps growth frames.
+        expected: what to load ahead.
     """
 
     def __init__(
-        self, spaces: Mapping[SpaceId, AddressSpace], budget: Budget, transfers: Transfers, mappings: Mappings
+        self,
+        spaces: Mapping[SpaceId, AddressSpace],
+        budget: Budget,
+        transfers: Transfers,
+        mappings: Mappings,
+        expected: Expectations,
     ) -> None:
         self._spaces = spaces
         self._budget = budget
         self._transfers = transfers
         self._mappings = mappings
-        # Ordered sets of spaces with work queued: what is demanded, and what was only hinted at.
-        self._demand: dict[SpaceId, None] = {}
-        self._hints: dict[SpaceId, None] = {}
+        self._expected = expected
+        self._demand: dict[SpaceId, None] = {}  # an ordered set of spaces with work queued
         self._cuts: dict[SpaceId, list[Page]] = {}
 
     @property
@@ -53,7 +59,6 @@ class Demand:
 
     def want(self, space: AddressSpace) -> None:
         """The space demands what it lacks; its place in the queue stays if it has one."""
-        self._hints.pop(space.space, None)
         self._demand.setdefault(space.space)
 
     def settle(self, space: AddressSpace) -> None:
@@ -61,20 +66,9 @@ class Demand:
         if not (space.use.held or space.space in self._cuts):
             self._demand.pop(space.space, None)
 
-    def hint(self, space: AddressSpace) -> None:
-        """The space would be better in RAM."""
-        space.use.hinted = True
-        self._hints[space.space] = None
-
-    def forget_hint(self, space: AddressSpace) -> None:
-        """It would not any more."""
-        space.use.hinted = False
-        self._hints.pop(space.space, None)
-
     def forget(self, space: AddressSpace) -> None:
         """The space is gone."""
         self._demand.pop(space.space, None)
-        self._hints.pop(space.space, None)
         self._let_cut_go(space.space)
 
     def want_cut(self, space: AddressSpace, tokens: int | None) -> None:
@@ -82,6 +76,7 @@ class Demand:
         pages = [] if tokens is None else space.cut_pages(tokens)
         for page in pages:
             page.keepers += 1
+        self._transfers.ledger.used(pages)
         self._let_cut_go(space.space)
         if tokens is None:
             self.settle(space)
@@ -110,7 +105,7 @@ class Demand:
         if not self._demand:
             self._transfers.make_room(0)
         self._transfers.start_writes()
-        if not self._demand:
+        if not self._demand and self._expected.is_due and self._transfers.can_start_prefetch:
             self._prefetch()
 
     def _serve(self, space: AddressSpace) -> bool:
@@ -123,8 +118,8 @@ class Demand:
             if not (self._transfers.can_start_load and self._budget.can_load(page.page_bytes)):
                 return False
             space.use.faults += page.state is PageState.EVICTED
+            self._transfers.count_fault(page)
             self._transfers.load(page)
-            self._transfers.counters.faults += 1
         for segment, count in zip(space.segments, growth, strict=True):
             for _ in range(count):
                 if not self._budget.can_map(segment.page_bytes):
@@ -138,13 +133,15 @@ class Demand:
         return loads + [page for page in self._cuts.get(space.space, ()) if page.state in STORED and page not in loads]
 
     def _prefetch(self) -> None:
-        while self._hints:
-            space = self._spaces[next(iter(self._hints))]
-            for page in space.loadable():
-                if not self._transfers.make_hint_room(page.page_bytes):
-                    break  # A hint is worth what is free or clean; what does not fit now is not waited for.
-                if not (self._transfers.can_start_load and self._budget.can_load(page.page_bytes)):
+        """Load ahead what finds room; what the bound on loads holds up goes on when one of them ends."""
+        for space, reason, pages in self._expected.next_pages():
+            for page in pages:
+                if not self._transfers.can_start_prefetch:
+                    return
+                if not self._transfers.make_prefetch_room(page.page_bytes, space.use):
+                    break
+                if not self._budget.can_load(page.page_bytes):
                     return
                 self._transfers.load(page)
-                self._transfers.counters.prefetches += 1
-            del self._hints[space.space]
+                self._transfers.ledger.loaded(page, reason)
+        self._expected.looked()

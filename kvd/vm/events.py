@@ -1,7 +1,8 @@
 """What happened (events) and what to do (instructions): the whole conversation between pager and engine.
 
 Events are past facts, instructions imperatives; all are frozen. The pager never touches an array, a file, a thread or
-a clock: it takes an event and returns the instructions the engine must carry out **in order**. May import kvd.ids only.
+a clock: it takes an event and returns the instructions the engine must carry out **in order**. May import kvd.ids and
+kvd.vm.page.
 
 Theory of operation. An *address space* has, per cache group, one segment: sealed pages (256 tokens each, immutable,
 may be mapped by several spaces) and at most one private *tail* page that is filling. Of a group with a window the pages
@@ -19,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvd.ids import FrameId, GroupId, PageId, PageKey, SpaceId
+from kvd.vm.page import PrefetchReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,28 @@ class Deactivated:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchHinted:
-    """Fault the space in without pinning. Clean pages of spaces used longer ago may go for it, nothing held is."""
+    """Load what the space lacks, without pinning it; clean pages of spaces that are expected less may go for it.
+
+    `reason`: `hint` for a client's word, tried once; `queued` for a turn that waits, tried until it runs (`Activated`)
+    or `HintWithdrawn`.
+    """
 
     space: SpaceId
+    reason: PrefetchReason = "hint"
+
+
+@dataclass(frozen=True, slots=True)
+class HintWithdrawn:
+    """The turn that the space was to be loaded for will not come."""
+
+    space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class SpacesPredicted:
+    """These spaces, and no others, are expected to run, the soonest first: load them ahead, evict them last."""
+
+    spaces: tuple[SpaceId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +263,8 @@ Event = (
     | Activated
     | Deactivated
     | PrefetchHinted
+    | HintWithdrawn
+    | SpacesPredicted
     | GrowthWanted
     | TokensAppended
     | TurnCommitted

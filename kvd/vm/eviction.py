@@ -29,17 +29,19 @@ class EvictionPolicy(Protocol):
 
 
 class LruPolicy:
-    """Least recently used space first; within it clean before dirty, and each from the tail end to the head.
+    """Least recently used space first, expected spaces last; within one clean before dirty, tail end before head.
 
-    A page that several spaces need counts as used when the latest of them was, so it is yielded with that space. The
-    tail end goes first because a head without its tail can still be continued by a fork, never the reverse.
+    Of spaces that are expected to run (`SpaceUse.eviction_rank`) the latest goes first: with agents that take turns the
+    least recently used one is the one that is needed next. A page that several spaces need goes with the one of them
+    that goes last. The tail end goes first because a head without its tail can still be continued by a fork, never the
+    reverse.
     """
 
     def order(self, spaces: Iterable[AddressSpace]) -> Iterator[Page]:
         """See `EvictionPolicy.order`."""
         # Spaces that are wholly absent are skipped: there may be many, and this runs whenever room is short.
         idle = (s for s in spaces if not s.use.held and s.use.readable_pages)
-        for space in sorted(idle, key=lambda s: s.use.last_used):
+        for space in sorted(idle, key=lambda s: s.use.eviction_rank):
             dirty: list[Page] = []
             for page in space.pages_tail_first():
                 if page.keepers or not self._belongs(page, space):
@@ -55,4 +57,4 @@ class LruPolicy:
         needed_by = page.needed_by
         if not needed_by or page.held:
             return False
-        return max(needed_by, key=lambda use: use.last_used) is space.use
+        return max(needed_by, key=lambda use: use.eviction_rank) is space.use

@@ -107,7 +107,7 @@ class Mappings:
         full, part = self._split(parent, tokens)
         sources = self._sources(parent, tokens)
         for page in self._transfers.plan_copy_room(self._bytes(sources), {page.page_id for page in sources}):
-            self._transfers.drop(page)
+            self._transfers.evict(page)
         for segment, origin in zip(space.segments, parent.segments, strict=True):
             segment.sealed.extend(origin.sealed[:full])
             for page in segment.sealed:
@@ -195,7 +195,7 @@ class Mappings:
         # What leaves goes first, so that the copy can use its frames; the page that is cut goes after the copy.
         self.unmap(space, leaving)
         for page in victims:
-            self._transfers.drop(page)
+            self._transfers.evict(page)
         self._copy_tails(space, sources, part)
         self.unmap(space, sources)
         self._slide(space)

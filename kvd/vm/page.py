@@ -20,13 +20,19 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Final, Literal, get_args
 
 from kvd.ids import FrameId, GroupId, PageId, PageKey, SpaceId
 from kvd.vm.errors import IllegalTransition
 
 HISTORY_MOVES: Final = 12
 """Moves a page remembers for its error messages; two full trips to swap and back."""
+
+
+PrefetchReason = Literal["queued", "hint", "predicted"]
+"""Why a page is loaded though nobody demands it: a turn of its space waits, a client said so, or it is expected."""
+
+PREFETCH_REASONS: Final[tuple[PrefetchReason, ...]] = get_args(PrefetchReason)
 
 
 class PageState(StrEnum):
@@ -85,7 +91,8 @@ class SpaceUse:
         active: a request runs on the space.
         pinned: the user pinned the space.
         evict_wanted: the user asked to evict it and nothing has used it since.
-        hinted: it was prefetched and has not run since; other hints leave its pages alone.
+        hint: `queued` or `hint` while it is to be loaded ahead for a turn; None when it is not, or since it ran.
+        predicted: how soon it is expected to run, 0 the soonest; None when it is not expected.
         faults: sealed pages loaded since it was created, because it demanded them.
         absent_pages: mapped pages that a step needs and could not read now.
         stored_bytes: of these, bytes of pages that can be loaded (EVICTED, STASHED).
@@ -100,7 +107,8 @@ class SpaceUse:
     active: bool = False
     pinned: bool = False
     evict_wanted: bool = False
-    hinted: bool = False
+    hint: PrefetchReason | None = None
+    predicted: int | None = None
     faults: int = 0
     absent_pages: int = 0
     stored_bytes: int = 0
@@ -112,6 +120,22 @@ class SpaceUse:
     def held(self) -> bool:
         """True when pages of the space must not be evicted."""
         return self.active or self.pinned
+
+    @property
+    def claim(self) -> tuple[int, int]:
+        """How much it is expected to run; a prefetch takes frames only from spaces whose claim is less."""
+        if self.hint is not None:
+            return (2, 0)
+        return (0, 0) if self.predicted is None else (1, -self.predicted)
+
+    @property
+    def eviction_rank(self) -> tuple[int, int, int]:
+        """Pages of the space with the least rank are evicted first.
+
+        A client's hint counts as a use and no more: nobody says that the turn it was for will ever come.
+        """
+        claim = (0, 0) if self.hint == "hint" and self.predicted is None else self.claim
+        return (*claim, self.last_used)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +153,9 @@ class Page:
         frame: its frame, None when not resident.
         users: who maps it, by space; a tail has exactly one.
         keepers: cuts to come that need the page in RAM.
+        prefetched: why it was loaded ahead, while it is in RAM and nobody has needed it since.
+        evicted_at_bytes: of a page evicted for room, the pager's eviction clock just after that (see
+            `Transfers.count_fault`); None since it is on its way in again.
         history: recent (pager tick, state) pairs, oldest first.
     """
 
@@ -142,6 +169,8 @@ class Page:
     frame: FrameId | None = None
     users: dict[SpaceId, SpaceUse] = field(default_factory=dict)
     keepers: int = 0
+    prefetched: PrefetchReason | None = None
+    evicted_at_bytes: int | None = None
     history: deque[tuple[int, PageState]] = field(default_factory=lambda: deque(maxlen=HISTORY_MOVES))
 
     @property

@@ -2,7 +2,7 @@
 
 Theory of operation. Each event is checked, booked, and followed by `Demand.pump`, which carries queued work on as far
 as the budget allows: first the demand (spaces that are active or pinned, first come first served: pages head to tail,
-then growth frames), then writes, then prefetches.
+then growth frames), then writes, then what is loaded ahead (`kvd.vm.prefetch`).
 
 May import kvd.ids, kvd.quant.spec and the other modules of kvd.vm.
 """
@@ -24,8 +24,10 @@ from kvd.vm.integrity import check
 from kvd.vm.mapping import Mappings
 from kvd.vm.page import PageState
 from kvd.vm.page_table import PageTable
+from kvd.vm.prefetch import Expectations
 from kvd.vm.transfers import Transfers
 from kvd.vm.views import (
+    Paging,
     Residency,
     SegmentView,
     Statistics,
@@ -87,7 +89,8 @@ class Pager:
             page_tokens=page_tokens,
             windows=windows,
         )
-        self._demand = Demand(self._spaces, self._budget, self._transfers, self._mappings)
+        self._expected = Expectations(self._spaces)
+        self._demand = Demand(self._spaces, self._budget, self._transfers, self._mappings, self._expected)
 
     # ---- queries ----------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,12 @@ class Pager:
     def faults(self, space: SpaceId) -> int:
         """Sealed pages loaded since the space was created because it demanded them."""
         return self._space(space).use.faults
+
+    @property
+    def paging(self) -> Paging:
+        """How much is demanded, and how much of it is not there; costs nothing to ask."""
+        counters = self._transfers.counters
+        return Paging(counters.demanded, counters.faults, counters.refaults)
 
     @property
     def writes_fail(self) -> bool:
@@ -169,6 +178,7 @@ class Pager:
             self._spaces.values(),
             waiting_spaces=self._demand.waiting_spaces,
             counters=self._transfers.counters,
+            prefetched=self._transfers.ledger.figures,
         )
 
     def check_integrity(self) -> None:
@@ -211,7 +221,11 @@ class Pager:
             case ev.Deactivated():
                 self._deactivated(event.space)
             case ev.PrefetchHinted():
-                self._prefetch_hinted(event.space)
+                self._prefetch_hinted(event)
+            case ev.HintWithdrawn():
+                self._expected.withdraw(self._space(event.space))
+            case ev.SpacesPredicted():
+                self._expected.predict([self._space(each).space for each in event.spaces])
             case ev.GrowthWanted():
                 self._growth_wanted(event)
             case ev.TokensAppended():
@@ -240,14 +254,17 @@ class Pager:
                 self._eviction_wanted(event.space)
             case ev.WriteDone():
                 self._transfers.write_done(event.page)
+                self._expected.is_due = True
             case ev.WriteFailed():
                 self._transfers.write_failed(event.page)
             case ev.LoadDone():
                 self._transfers.load_done(event.page)
+                self._expected.is_due = True
             case ev.LoadFailed():
                 self._transfers.load_failed(event.page)
             case ev.BudgetChanged():
                 self._budget.set_budget(event.budget_bytes)
+                self._expected.is_due = True
             case ev.Tick():
                 self._transfers.tick()
             case ev.RetryWanted():
@@ -262,6 +279,8 @@ class Pager:
     def _closed(self, space: SpaceId) -> None:
         found = self._space(space)
         self._demand.forget(found)
+        self._expected.forget(found)
+        self._expected.is_due = True
         self._mappings.release_growth(found)
         self._mappings.unmap(found, list(found.pages_tail_first()))
         del self._spaces[space]
@@ -270,9 +289,10 @@ class Pager:
     def _activated(self, space: SpaceId) -> None:
         found = self._space(space)
         found.use.active = True
-        found.use.hinted = False
+        self._expected.withdraw(found)
         self._use(found)
-        self._demand.want(found)
+        self._transfers.counters.demanded += sum(1 for _ in found.needed())
+        self._demand_all(found)
 
     def _deactivated(self, space: SpaceId) -> None:
         found = self._space(space)
@@ -280,30 +300,35 @@ class Pager:
         self._use(found)
         self._mappings.release_growth(found)
         self._demand.settle(found)
+        self._expected.is_due = True
 
     def _pinned(self, space: SpaceId) -> None:
         found = self._space(space)
         found.use.pinned = True
         found.use.evict_wanted = False
-        self._demand.want(found)
+        self._expected.withdraw(found)
+        self._demand_all(found)
 
     def _unpinned(self, space: SpaceId) -> None:
         found = self._space(space)
         found.use.pinned = False
         self._demand.settle(found)
+        self._expected.is_due = True
 
-    def _prefetch_hinted(self, space: SpaceId) -> None:
-        found = self._space(space)
+    def _prefetch_hinted(self, event: ev.PrefetchHinted) -> None:
+        found = self._space(event.space)
+        if event.reason == "predicted":
+            raise IllegalEvent("SpacesPredicted says what is predicted", space=int(event.space))
         self._use(found)
         if not found.use.held:
-            self._demand.hint(found)
+            self._expected.hint(found, event.reason)
 
     def _eviction_wanted(self, space: SpaceId) -> None:
         found = self._space(space)
         if found.use.held:
             raise SpaceInUse(f"space {space} is active or pinned; end its request or unpin it", space=int(space))
         found.use.evict_wanted = True
-        self._demand.forget_hint(found)
+        self._expected.withdraw(found)
         for page in found.pages_tail_first():
             self._transfers.drop_if_wanted(page)
             if page.state is PageState.SEALED_DIRTY:
@@ -321,7 +346,7 @@ class Pager:
         space = self._space(event.space)
         self._mappings.cut(space, event.tokens)
         if space.use.held:
-            self._demand.want(space)  # its windows moved back: what they see now may be on disk
+            self._demand_all(space)  # its windows moved back: what they see now may be on disk
 
     def _turn_committed(self, space: SpaceId) -> None:
         for segment in self._space(space).segments:
@@ -347,6 +372,11 @@ class Pager:
                 self._transfers.write_again(page)
 
     # ---- shared steps -----------------------------------------------------------------------------------------------
+
+    def _demand_all(self, space: AddressSpace) -> None:
+        """A held space demands all that its next step sees; what is there already was not loaded ahead in vain."""
+        self._transfers.ledger.used(page for _, page in space.needed())
+        self._demand.want(space)
 
     def _space(self, space: SpaceId) -> AddressSpace:
         found = self._spaces.get(space)

@@ -7,6 +7,11 @@ on: clean pages of later spaces go first rather than nothing at all. The page th
 so that a page that alone cannot be written does not stop the others. A page that its last user let go of while it is
 in flight stays until the transfer ends.
 
+*Refaults* tell a pool that is too small from one that is merely filled for the first time. Evicting for room moves a
+clock on, by bytes, and the page is stamped with it. When the page is demanded again, the clock tells how much went in
+between: if that is no more than the pool holds, a pool so much larger would have kept it. That is the refault distance
+of Linux (`mm/workingset.c`), in bytes since pages differ.
+
 May import kvd.ids and the other modules of kvd.vm but pager.
 """
 
@@ -20,8 +25,9 @@ from kvd.vm.address_space import AddressSpace
 from kvd.vm.errors import NoRoomForCopy
 from kvd.vm.events import DropFrame, ForgetPage, Instruction, LoadPage, LoadTail, WritePage
 from kvd.vm.eviction import EvictionPolicy
-from kvd.vm.page import IN_FLIGHT, Page, PageState
+from kvd.vm.page import IN_FLIGHT, RESIDENT, Page, PageState, SpaceUse
 from kvd.vm.page_table import PageTable
+from kvd.vm.prefetch import PrefetchLedger
 from kvd.vm.views import Counters
 
 MAX_WAIT_TICKS: Final = 30
@@ -41,6 +47,8 @@ class Transfers:
 
     Attributes:
         writes_fail: the last write that ended failed; only trials start.
+        ledger: what became of pages that were loaded ahead.
+        evicted_bytes: the eviction clock: bytes evicted for room since start.
     """
 
     def __init__(
@@ -54,6 +62,8 @@ class Transfers:
         max_loads_in_flight: int,
     ) -> None:
         self.counters = Counters()
+        self.ledger = PrefetchLedger()
+        self.evicted_bytes = 0
         self.loads_in_flight = 0
         self._table = table
         self._budget = table.budget
@@ -83,6 +93,19 @@ class Transfers:
         """Drop a droppable page's frame; its bytes stay in swap or in the log."""
         self._move(page, page.stored_state)
         self.counters.evictions += 1
+
+    def evict(self, page: Page) -> None:
+        """Drop a droppable page's frame to make room; the clock goes on, and the page remembers what it says."""
+        self.drop(page)
+        self.evicted_bytes += page.page_bytes
+        page.evicted_at_bytes = self.evicted_bytes
+
+    def count_fault(self, page: Page) -> None:
+        """A page on disk is demanded: a fault, and a refault when it went lately enough."""
+        self.counters.faults += 1
+        if page.evicted_at_bytes is not None:
+            distance_bytes = self.evicted_bytes - page.evicted_at_bytes
+            self.counters.refaults += distance_bytes <= self._budget.usable_bytes
 
     def release(self, page: Page) -> None:
         """Let go of a page nobody maps; one in flight stays until its transfer ends."""
@@ -123,7 +146,7 @@ class Transfers:
             return
         for page in self._policy.order(self._spaces.values()):
             if page.droppable:
-                self.drop(page)
+                self.evict(page)
             elif page.state is PageState.SEALED_DIRTY:
                 if self.writes_fail:
                     continue
@@ -132,16 +155,18 @@ class Transfers:
             if shortage_bytes <= 0:
                 return
 
-    def make_hint_room(self, want_bytes: int) -> bool:
-        """Drop clean pages of spaces that nothing holds and nobody hinted at; True when `want_bytes` more fit."""
+    def make_prefetch_room(self, want_bytes: int, use: SpaceUse) -> bool:
+        """Drop clean pages of spaces that are expected less than one with this use; True when `want_bytes` more fit."""
         shortage_bytes = self._budget.shortage_bytes(want_bytes)
+        if shortage_bytes <= 0:
+            return True
         for page in self._policy.order(self._spaces.values()):
-            if shortage_bytes <= 0:
-                break
-            if page.droppable and not any(use.hinted for use in page.needed_by):
-                self.drop(page)
+            if page.droppable and all(other.claim < use.claim for other in page.needed_by):
+                self.evict(page)
                 shortage_bytes -= page.page_bytes
-        return shortage_bytes <= 0
+                if shortage_bytes <= 0:
+                    return True
+        return False
 
     def plan_copy_room(self, want_bytes: int, keep: Collection[PageId]) -> list[Page]:
         """Find victims whose frames make room for a copy at once; drops none of them.
@@ -179,8 +204,14 @@ class Transfers:
         """True when the bound on loads in flight allows another."""
         return self.loads_in_flight < self._max_loads
 
+    @property
+    def can_start_prefetch(self) -> bool:
+        """True when another load leaves one to a demand that comes meanwhile, where the bound is more than one."""
+        return self.loads_in_flight < max(1, self._max_loads - 1)
+
     def load(self, page: Page) -> None:
         """Start to fault a page or tail in; the caller has seen that it fits."""
+        page.evicted_at_bytes = None
         tail = page.state is PageState.STASHED
         self._table.move(page, PageState.LOADING_TAIL if tail else PageState.LOADING)
         self.loads_in_flight += 1
@@ -301,7 +332,7 @@ class Transfers:
         dirty = {page.page_id for page in self._table if page.state is PageState.SEALED_DIRTY}
         if len(queued) != len(dirty) or set(queued) != dirty:
             problems.append(f"write queues hold {sorted(queued)}, dirty are {sorted(dirty)}")
-        return problems
+        return [*problems, *self.ledger.check(self._table)]
 
     def _settle(self, page: Page) -> None:
         if page.users:
@@ -310,6 +341,8 @@ class Transfers:
             self.release(page)
 
     def _move(self, page: Page, state: PageState) -> None:
+        if state not in RESIDENT:
+            self.ledger.dropped(page)
         freed = self._table.move(page, state)
         if freed is not None:
             self._emit(DropFrame(freed))

@@ -1,6 +1,6 @@
 """What can be seen of the pager: frozen pictures for logs, `residency`, `statistics` and the engine's records.
 
-May import kvd.ids, kvd.vm.events and kvd.vm.page.
+May import kvd.ids, kvd.vm.events, kvd.vm.page and kvd.vm.prefetch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from kvd.ids import FrameId, GroupId, PageId, SpaceId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.events import PageRef
-from kvd.vm.page import RESIDENT, STORED, Page, PageState
+from kvd.vm.page import RESIDENT, STORED, Page, PageState, PrefetchReason
 from kvd.vm.page_table import PageTable
+from kvd.vm.prefetch import PrefetchFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,10 @@ class Statistics:
         behind_window_bytes: resident bytes of those: they go once they are on disk.
         evictions: frames dropped to make room or on the user's wish, since start.
         window_drops: frames dropped since their pages fell behind a window, since start.
+        demanded: pages that spaces needed when requests on them started, in RAM or not, since start.
         faults: pages and tails loaded because a space demanded them, since start.
-        prefetches: pages and tails loaded on a hint, since start.
+        refaults: of these, pages that a pool at most twice as large would have kept (see `kvd.vm.transfers`).
+        prefetched: what was loaded before anybody demanded it and what became of it, by reason, since start.
         writes: pages handed to swap, since start.
         failed_writes: writes that failed, since start.
         failed_loads: loads that failed, since start.
@@ -163,11 +166,22 @@ class Statistics:
     behind_window_bytes: int
     evictions: int
     window_drops: int
+    demanded: int
     faults: int
-    prefetches: int
+    refaults: int
+    prefetched: Mapping[PrefetchReason, PrefetchFigures]
     writes: int
     failed_writes: int
     failed_loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """Totals since start: `demanded`, `faults` and `refaults` of `Statistics`."""
+
+    demanded: int
+    faults: int
+    refaults: int
 
 
 @dataclass(slots=True)
@@ -176,8 +190,9 @@ class Counters:
 
     evictions: int = 0
     window_drops: int = 0
+    demanded: int = 0
     faults: int = 0
-    prefetches: int = 0
+    refaults: int = 0
     writes: int = 0
     failed_writes: int = 0
     failed_loads: int = 0
@@ -236,7 +251,12 @@ def view_residency(space: AddressSpace) -> Residency:
 
 
 def view_statistics(
-    table: PageTable, spaces: Iterable[AddressSpace], *, waiting_spaces: int, counters: Counters
+    table: PageTable,
+    spaces: Iterable[AddressSpace],
+    *,
+    waiting_spaces: int,
+    counters: Counters,
+    prefetched: Mapping[PrefetchReason, PrefetchFigures],
 ) -> Statistics:
     """Picture of the whole pager; walks all pages."""
     pages = {str(state): 0 for state in PageState if state is not PageState.RELEASED}
@@ -268,8 +288,10 @@ def view_statistics(
         behind_window_bytes=behind_bytes,
         evictions=counters.evictions,
         window_drops=counters.window_drops,
+        demanded=counters.demanded,
         faults=counters.faults,
-        prefetches=counters.prefetches,
+        refaults=counters.refaults,
+        prefetched=prefetched,
         writes=counters.writes,
         failed_writes=counters.failed_writes,
         failed_loads=counters.failed_loads,

@@ -34,10 +34,12 @@ class Machine:
         self.writes: dict[PageId, tuple[Token, ...]] = {}
         self.loads: dict[PageId, tuple[FrameId, tuple[Token, ...] | None]] = {}
         self.tails: dict[PageId, SpaceId] = {}
+        self.loads_started = 0
 
     def carry_out(self, instructions: tuple[ev.Instruction, ...]) -> None:
         """Carry instructions out in order."""
         for instruction in instructions:
+            self.loads_started += isinstance(instruction, ev.LoadPage | ev.LoadTail)
             match instruction:
                 case ev.MapFrame(page=page, frame=frame):
                     self._new_frame(frame)

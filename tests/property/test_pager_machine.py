@@ -34,6 +34,8 @@ WEIGHTS = {
     "restore_sharing": 1,
     "create": 2,
     "prefetch": 2,
+    "predict": 3,
+    "withdraw": 1,
     "evict": 2,
     "pin": 1,
     "unpin": 2,
@@ -333,9 +335,26 @@ class PagerMachine(RuleBasedStateMachine):
         if space is None:
             return
         held = {s: self.pager.residency(s).resident_pages for s, m in self.models.items() if m.active or m.pinned}
-        self.send(ev.PrefetchHinted(space))
+        self.send(ev.PrefetchHinted(space, data.draw(st.sampled_from(["hint", "queued"]))))
         for each, resident_pages in held.items():
             assert self.pager.residency(each).resident_pages >= resident_pages, "a hint takes from what is held"
+
+    def predict(self, data: st.DataObject) -> None:
+        """A prediction takes nothing from what is held, or expected sooner; only what is on disk loses its frame."""
+        spaces = data.draw(st.lists(st.sampled_from(sorted(self.models)), max_size=3)) if self.models else []
+        sooner = [s for s, m in self.models.items() if m.active or m.pinned] + spaces[:1]
+        before = {each: self.pager.residency(each).resident_pages for each in sooner}
+        writing = self.pager.statistics().pages["writing"]
+        self.send(ev.SpacesPredicted(tuple(spaces)))
+        for each, resident_pages in before.items():
+            assert self.pager.residency(each).resident_pages >= resident_pages, "a prediction takes from what is due"
+        assert self.pager.statistics().pages["writing"] >= writing
+
+    def withdraw(self, data: st.DataObject) -> None:
+        """A turn that waited will not come."""
+        space = self.pick(data)
+        if space is not None:
+            self.send(ev.HintWithdrawn(space))
 
     def cut(self, data: st.DataObject) -> None:
         """A whole cut: the pages it goes through are demanded, read and kept until it is done; none is needed after."""
@@ -459,6 +478,10 @@ class PagerMachine(RuleBasedStateMachine):
         statistics = self.pager.statistics()
         if not self.shrunk:
             assert statistics.resident_bytes + statistics.in_flight_bytes <= statistics.budget_bytes
+        assert statistics.refaults <= statistics.faults
+        loaded = sum(each.pages for each in statistics.prefetched.values())
+        assert loaded + statistics.faults == self.machine.loads_started, "a load is a fault or was made ahead"
+        assert sum(each.unknown_pages for each in statistics.prefetched.values()) <= len(self.machine.frames)
         assert statistics.pages["writing"] == len(self.machine.writes)
         resident = sum(statistics.pages[s] for s in ("filling", "sealed_dirty", "writing", "clean"))
         assert resident + len(self.machine.loads) == len(self.machine.frames)

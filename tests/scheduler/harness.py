@@ -92,6 +92,7 @@ def make_core(
     clock: Callable[[], float],
     log: Callable[..., None],
     window: int | None = None,
+    prefetch: str = "predict",
 ) -> EngineCore:
     """Put an engine core together as `kvd.assembly` does; agents are restored by the caller."""
     spec = make_spec(codec.token_count, window=window)
@@ -125,6 +126,7 @@ def make_core(
             formats=formats,
             backend=ReferenceBackend(),
             chunk_tokens=chunk_tokens,
+            prefetch=prefetch,
             clock=clock,
             log=log,
         )

@@ -160,7 +160,7 @@ def test_a_hint_takes_room_from_clean_pages_of_spaces_used_before() -> None:
     assert desk.states(A) == ["clean"] * 3
     assert desk.states(B) == ["evicted"] * 3
     assert desk.states(C) == ["clean"], "what is pinned stays"
-    assert desk.pager.statistics().prefetches == 3
+    assert desk.pager.statistics().prefetched["hint"].pages == 3
     desk.send(ev.PrefetchHinted(B))
     desk.settle()
     assert desk.states(A) == ["clean"] * 3, "one hint takes nothing from another"
