@@ -141,7 +141,8 @@ def test_products_of_a_few_rows(rows: int, columns: int, inner: int) -> None:
     weight = rng.standard_normal((columns, inner)).astype(np.float32)
     assert products.fits(rows, inner)
     right = x.astype(np.float64) @ weight.T.astype(np.float64)
-    np.testing.assert_allclose(products.times(x, weight), right, atol=2e-5)
+    # sums of 1,024 products reach 100, and with 8 lanes each is rounded 128 times
+    np.testing.assert_allclose(products.times(x, weight), right, atol=4e-5)
 
 
 def test_products_that_do_not_fit_are_told() -> None:
