@@ -76,7 +76,13 @@ class FormatBook:
 
 @dataclass(slots=True)
 class EngineStatistics:
-    """Counters since start."""
+    """Counters since start.
+
+    Attributes:
+        busy_s: time of the engine's loop that it did not sleep.
+        forward_s: of it, in the model's forward passes.
+        sampling_s: of it, choosing tokens. What remains is the engine's own: messages, plans, books, events.
+    """
 
     tokens_computed: int = 0
     tokens_reused: int = 0
@@ -93,6 +99,9 @@ class EngineStatistics:
     decode_s: float = 0.0
     prefill_s: float = 0.0
     swap_in_waited_s: float = 0.0
+    busy_s: float = 0.0
+    forward_s: float = 0.0
+    sampling_s: float = 0.0
 
     def note_steps(self, *, rows: int, is_chunk: bool, seconds: float) -> None:
         """The model ran: decode steps of `rows` requests together, or one prefill chunk."""

@@ -207,16 +207,19 @@ class Engine:
 
     def _turn_over(self) -> None:
         """Once round the loop."""
+        core = self._core_now
+        began_s, slept_s = core.clock(), 0.0
         self._take_messages(block=False)
         self._tick()
-        self._core_now.reservations.review()
+        core.reservations.review()
         self._tell_places()
         ready = [held for held in (*self._beside, *self._running.values()) if held.can_go_on()]
         for held in ready:
             self._go_on(held)
         # the model runs when all who can want a step do, so that they share it
         if not ready and not self._iterate() and not self._stopping:
-            self._take_messages(block=True)
+            slept_s = self._take_messages(block=True)
+        core.stats.busy_s += core.clock() - began_s - slept_s
         self.last_progress_s = time.monotonic()
 
     @property
@@ -289,14 +292,20 @@ class Engine:
         self._core.stats.note_steps(rows=len(iteration.requests), is_chunk=iteration.is_chunk, seconds=seconds)
         return True
 
-    def _take_messages(self, *, block: bool) -> None:
+    def _take_messages(self, *, block: bool) -> float:
+        """Take what is in the inbox, if need be wait for it; returns the seconds that the loop slept."""
+        clock = self._core_now.clock
+        began_s, slept_s = clock(), 0.0
         try:
-            message = self._inbox.get(timeout=self._answering.patience_s(TICK_S)) if block else self._inbox.get_nowait()
+            try:
+                message = self._inbox.get(timeout=self._answering.patience_s(TICK_S)) if block else self._inbox.get_nowait()
+            finally:
+                slept_s = clock() - began_s if block else 0.0
             while True:
                 self._take(message)
                 message = self._inbox.get_nowait()
         except queue.Empty:
-            pass
+            return slept_s
 
     def _take(self, message: Message) -> None:
         assert self._core is not None

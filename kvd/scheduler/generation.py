@@ -203,7 +203,9 @@ class Generation:
         try:
             while True:
                 raise_if_stopped(state.stop)
+                sampling_s = core.clock()
                 token = self._sampler.sample(branch.tokens, logits)
+                core.stats.sampling_s += core.clock() - sampling_s
                 if state.times.first_token_s is None:
                     state.times.first_token_s = core.clock() - state.started_s
                     state.request.emit({"type": "first_token"})

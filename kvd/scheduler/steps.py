@@ -10,7 +10,8 @@ Owner: the engine thread. May import kvd.model.batch_cache and siblings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvd.model.batch_cache import BatchCache
@@ -47,7 +48,8 @@ def _run_together(core: EngineCore, wants: Sequence[StepWanted]) -> bool:
     try:
         batch = BatchCache.merge([core.sequence(want.branch) for want in wants])
         replays = {row for row, want in enumerate(wants) if want.replays}
-        logits = core.forward.step_batch(batch, [want.ids for want in wants], replays=replays)
+        with _in_model(core):
+            logits = core.forward.step_batch(batch, [want.ids for want in wants], replays=replays)
     except Exception as error:  # alone it shows whose fault it is
         core.log("batch_failed", rows=len(wants), error=f"{type(error).__name__}: {error}")
         return False
@@ -66,10 +68,11 @@ def _run_alone(core: EngineCore, want: StepWanted) -> None:
     try:
         sequence = core.sequence(branch)
         try:
-            if want.replays:
-                logits: Logits | None = core.forward.replay(sequence, want.ids[-1])
-            else:
-                logits = core.forward.step(sequence, want.ids, wants_logits=want.wants_logits)
+            with _in_model(core):
+                if want.replays:
+                    logits: Logits | None = core.forward.replay(sequence, want.ids[-1])
+                else:
+                    logits = core.forward.step(sequence, want.ids, wants_logits=want.wants_logits)
         except BaseException:
             sequence.abort_step()
             raise
@@ -78,6 +81,16 @@ def _run_alone(core: EngineCore, want: StepWanted) -> None:
         want.fail(error)
     else:
         want.succeed(logits)
+
+
+@contextmanager
+def _in_model(core: EngineCore) -> Iterator[None]:
+    """What is done inside is the model's work, not the engine's."""
+    began_s = core.clock()
+    try:
+        yield
+    finally:
+        core.stats.forward_s += core.clock() - began_s
 
 
 def _count(core: EngineCore, want: StepWanted) -> None:
