@@ -46,6 +46,7 @@ def test_every_variable_is_shown(name: str) -> None:
     [
         ((), "2 wrong usage"),
         (("bench", "ppl"), "Example: kvd bench ppl"),
+        (("bench", "serve"), "Example: kvd bench serve"),
         (("model", "list"), "Example: kvd model list"),
         (("model", "info"), "Example: kvd model info"),
     ],

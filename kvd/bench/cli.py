@@ -17,6 +17,7 @@ COMMANDS = {
     "attention": ("kvd.bench.attention", "attention"),
     "capacity": ("kvd.bench.capacity", "capacity"),
     "ppl": ("kvd.bench.ppl", "ppl"),
+    "serve": ("kvd.bench.serve", "serve"),
     "soak": ("kvd.bench.soak", "soak"),
     "ttft": ("kvd.bench.cli", "ttft"),
 }
@@ -40,7 +41,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup)
 def bench() -> None:
-    """Measure: speed over pages (attention), perplexity and bytes of formats (ppl), time to first token (ttft).
+    """Measure: speed over pages (attention), perplexity (ppl), time to first token (ttft), several agents (serve).
 
     Count: bytes of an agent, and agents in a budget (capacity). Prove: that nothing is lost or leaks (soak).
     """

@@ -63,8 +63,8 @@ class _Tile(NamedTuple):
 
 
 _TILES: Final = {2: _Tile(1, 2, 0, False), 4: _Tile(4, 2, 1, True), 8: _Tile(3, 4, 1, True), 16: _Tile(3, 4, 1, True)}
-"""By rows of x, for 16 registers: twelve sums, three vectors of the matrix, one of x. One column and eight rows load
-x for each multiply-add; against that 8 rows take 0.77 and 16 rows 0.54 of the time (AVX2, memory that gives 12 GB/s)."""
+"""By rows of x, for 16 registers: twelve sums, three vectors of the matrix, one of x. One column and eight rows load x
+for each multiply-add; against that 8 rows take 0.77 and 16 rows 0.54 of the time (AVX2, memory that gives 12 GB/s)."""
 
 _WIDE_TILES: Final = {
     2: _Tile(1, 2, 0, False),
