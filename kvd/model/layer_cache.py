@@ -24,7 +24,7 @@ import numpy as np
 from kvd.attention import DeviceWriter, Row, Run, Segment, UnsupportedMask, host_pages
 from kvd.errors import InternalError
 from kvd.ids import FrameId
-from kvd.model.page_writer import page_writer
+from kvd.model.page_writer import NativeWriter, page_writer
 from kvd.model.spec import CacheGroup
 from kvd.quant.codec import F32Array
 from kvd.quant.conditioning import LayerConditioning
@@ -57,15 +57,18 @@ class StepState:
         masks: arrays that a layer handed to the model; they may come back in this step.
         plans: what a backend prepared for the layers of a cache group, by group and rows. A plan holds addresses of
             frames, so it must not outlive the step that holds these in place.
+        places: where the step's token of each row that grows is written, likewise: row, address of its frame, place.
     """
 
     masks: list[mx.array] = field(default_factory=list)
     plans: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
+    places: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def clear(self) -> None:
         """The step is over."""
         self.masks.clear()
         self.plans.clear()
+        self.places.clear()
 
 
 class PagedLayer:
@@ -124,6 +127,11 @@ class PagedLayer:
         if not self.sequence.replaying:
             self._write(k, v)
         self.count(k.shape[1])
+
+    @property
+    def native_writer(self) -> NativeWriter | None:
+        """What writes tokens of several rows at once, where the compiled codec runs."""
+        return self._writer if isinstance(self._writer, NativeWriter) else None
 
     def count(self, tokens: int) -> None:
         """The step's tokens are written."""
@@ -350,10 +358,7 @@ class KvLayerCache:
         if first.conditioning is not None:
             queries = _through(first.conditioning.condition_queries, queries)
             keys = _through(first.conditioning.condition_keys, keys)
-        k, v = keys.swapaxes(0, 1), values.swapaxes(0, 1)
-        for place, row in enumerate(rows):
-            at = slice(place * tokens, (place + 1) * tokens)
-            row.take(k[:, at], v[:, at])
+        self._take(part, keys, values)
         key = (first.group.group_id, part)
         backend: Any = first.sequence.backend
         plan = self._state.plans.get(key)
@@ -366,9 +371,40 @@ class KvLayerCache:
         )
         return attended
 
+    def _take(self, part: tuple[int, ...], keys: F32Array, values: F32Array) -> None:
+        """Write the step's tokens of rows that have one format: float32 [rows * n, kv_heads, dim], keys conditioned."""
+        rows = [self._rows[number] for number in part]
+        first, tokens = rows[0], len(keys) // len(part)
+        writer = first.native_writer
+        if tokens > 1 or writer is None:
+            k, v = keys.swapaxes(0, 1), values.swapaxes(0, 1)
+            for number, row in enumerate(rows):
+                at = slice(number * tokens, (number + 1) * tokens)
+                row.take(k[:, at], v[:, at])
+            return
+        # one token a row: where it goes is the same for every layer of the group, so it is found once a step
+        group = first.group.group_id
+        places = self._state.places.get((group, part))
+        if places is None:
+            places = self._state.places[group, part] = _places(rows)
+        writer.write_tokens(first.sequence.layouts[group], self.layer_index, keys, values, places)
+        for row in rows:
+            row.count(1)
+
     def _check_step(self, tokens: int) -> None:
         for row in self._rows:
             row.sequence.check_step(tokens)
+
+
+def _places(rows: Sequence[PagedLayer]) -> list[tuple[int, int, int]]:
+    """Row, address of the frame, and place in the page of the next token of each row that grows."""
+    pool = host_pages(rows[0].sequence.pool)
+    places = []
+    for number, row in enumerate(rows):
+        if not row.sequence.replaying:
+            table, at = row.target()
+            places.append((number, pool.address(table[at // PAGE_TOKENS]), at % PAGE_TOKENS))
+    return places
 
 
 def _through(operator: Callable[[mx.array], mx.array], x: F32Array) -> F32Array:

@@ -7,6 +7,7 @@ kvd.store.frame_pool.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvd.attention.interface import HostPages
@@ -14,7 +15,7 @@ from kvd.errors import InternalError
 from kvd.ids import FrameId
 from kvd.native import KernelUnavailable
 from kvd.quant.codec import Encoded, F32Array, encode
-from kvd.quant.spec import PAGE_TOKENS, LayerFormat
+from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageLayout
 from kvd.store.frame_pool import SideArrays
 
 
@@ -93,6 +94,35 @@ class NativeWriter:
         places = [tensor.offset_bytes for tensor in layout.layer_tensors(layer_index)]
         self._k.write(keys, (base + places[0], base + places[1], base + places[2]), first_token)
         self._v.write(values, (base + places[3], base + places[4], base + places[5]), first_token)
+
+    def write_tokens(
+        self,
+        layout: PageLayout,
+        layer_index: int,
+        keys: F32Array,
+        values: F32Array,
+        places: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Quantise one token of each of several pages of one layout: a decode step of a batch.
+
+        Args:
+            layout: of every page.
+            layer_index: index of the layer in the model.
+            keys: float32 [rows, kv_heads, k_dim], conditioned already; the last axis contiguous.
+            values: float32 [rows, kv_heads, v_dim]; the last axis contiguous.
+            places: per token its row, the address of its page's frame, and its place in the page.
+
+        Raises:
+            NonFiniteValues, InternalError: as `PageWriter.write`, for any of them.
+        """
+        shape = (layout.kv_heads, layout.k_dim, layout.v_dim)
+        if (keys.shape[1], keys.shape[2], values.shape[2]) != shape or len(keys) != len(values):
+            raise InternalError(f"tokens {keys.shape} and {values.shape} do not fit a page of {shape}")
+        if any(not (0 <= row < len(keys) and 0 <= token < PAGE_TOKENS) for row, _, token in places):
+            raise InternalError(f"{len(keys)} rows have no such places in their pages: {places}")
+        offsets = [tensor.offset_bytes for tensor in layout.layer_tensors(layer_index)]
+        self._k.write_tokens(keys, (offsets[0], offsets[1], offsets[2]), places)
+        self._v.write_tokens(values, (offsets[3], offsets[4], offsets[5]), places)
 
 
 @functools.cache

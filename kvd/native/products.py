@@ -100,7 +100,7 @@ def times(x: Floats, weight: Floats) -> Floats:
     padded = 1 << (rows - 1).bit_length()
     if padded > 1:
         lanes = processor().lanes
-        wide = np.zeros((inner // lanes, padded, lanes), np.float32)
+        wide = (np.empty if rows == padded else np.zeros)((inner // lanes, padded, lanes), np.float32)
         wide[:, :rows] = x.reshape(rows, -1, lanes).swapaxes(0, 1)
         x = wide
     out = np.empty((columns, padded), np.float32)

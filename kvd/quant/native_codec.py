@@ -8,7 +8,7 @@ kvd.quant.spec, codec and errors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -76,6 +76,7 @@ class SideEncoder:
         self._capacity = capacity
         self._token_bytes = (4 * side.words(dim), 2 * side.groups(dim), 2 * side.groups(dim))
         self._bad = np.zeros(1, np.int64)
+        self._bad_at = self._bad.ctypes.data
         self._check(side, dim)
 
     def _check(self, side: SideFormat, dim: int) -> None:
@@ -104,28 +105,55 @@ class SideEncoder:
                 tokens mean nothing.
         """
         heads, tokens, _ = values.shape
-        codes, scales, biases = (
-            address + first_token * token_bytes
-            for address, token_bytes in zip(addresses, self._token_bytes, strict=True)
-        )
+        self._encode((heads, tokens), values.ctypes.data, values.strides[:2], [(0, 0, first_token)], addresses)
+
+    def write_tokens(
+        self, values: F32Array, offsets: tuple[int, int, int], places: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Encode one token of each of several pages.
+
+        Args:
+            values: float32 [rows, heads, dim], the last axis contiguous.
+            offsets: of codes, scales and biases of this side in a page.
+            places: per token its row in `values`, the address of its page, and its place there.
+
+        Raises:
+            NonFiniteValues: as `write`, for any of them.
+        """
+        heads = values.shape[1]
+        self._encode((heads, 1), values.ctypes.data, (values.strides[1], 0), places, offsets, values.strides[0])
+
+    def _encode(
+        self,
+        shape: tuple[int, int],
+        source: int,
+        strides: tuple[int, ...],
+        places: Sequence[tuple[int, int, int]],
+        offsets: tuple[int, int, int],
+        row_bytes: int = 0,
+    ) -> None:
+        """The kernel for each place: (row, address, first token); a row is (heads, tokens) of `shape`."""
+        (heads, tokens), (codes, scales, biases) = shape, offsets
+        code_bytes, scale_bytes, bias_bytes = self._token_bytes
+        head_step, token_step = strides[0] // 4, strides[1] // 4
         self._bad[0] = 0
-        strides = values.strides
-        self._kernel(
-            heads,
-            tokens,
-            values.ctypes.data,
-            strides[0] // 4,
-            strides[1] // 4,
-            codes,
-            scales,
-            biases,
-            self._capacity,
-            self._bad.ctypes.data,
-        )
-        if self._bad[0]:
-            raise NonFiniteValues(
-                "keys or values are not finite, or do not fit bf16; the model's activations overflowed"
+        for row, address, first_token in places:
+            self._kernel(
+                heads,
+                tokens,
+                source + row * row_bytes,
+                head_step,
+                token_step,
+                address + codes + first_token * code_bytes,
+                address + scales + first_token * scale_bytes,
+                address + biases + first_token * bias_bytes,
+                self._capacity,
+                self._bad_at,
             )
+            if self._bad[0]:
+                raise NonFiniteValues(
+                    "keys or values are not finite, or do not fit bf16; the model's activations overflowed"
+                )
 
 
 def _write(bits: int, group: int, dim: int, lanes: int, e: Emitter) -> None:

@@ -78,3 +78,27 @@ def test_what_is_not_finite_is_refused(bad: float, place: tuple[int, int, int]) 
     with pytest.raises(NonFiniteValues):
         mine.write(x, tuple(a.ctypes.data for a in page), 0)
     mine.write(values("normal", 64), tuple(a.ctypes.data for a in page), 0)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_token_of_each_of_several_pages(bits: int) -> None:
+    """What a batch writes in one call is what each row would write alone; rows that are left out write nothing."""
+    side = SideFormat(bits, 64)
+    rows = np.ascontiguousarray(values("normal", 64).swapaxes(0, 1))  # float32 [rows, heads, dim]
+    words = side.words(64)
+    shape = np.dtype([("codes", np.uint32, (HEADS, CAPACITY, words)), ("sides", np.uint16, (2, HEADS, CAPACITY))])
+    pages = np.full(4 * shape.itemsize, 0xAB, np.uint8).view(shape)
+    offsets = (0, shape.fields["sides"][1], shape.fields["sides"][1] + 2 * HEADS * CAPACITY)
+    places = [(0, 0, 5), (2, 1, 0), (3, 3, CAPACITY - 1)]  # row of the values, page, place
+    base = pages.ctypes.data
+    addressed = [(row, base + page * shape.itemsize, token) for row, page, token in places]
+    encoder(side, 64).write_tokens(rows, offsets, addressed)
+    right = np.full(4 * shape.itemsize, 0xAB, np.uint8).view(shape)
+    for row, page, token in places:
+        codes, scales, biases = encode(rows[row][:, None], side)
+        right[page]["codes"][:, token] = codes[:, 0]
+        right[page]["sides"][0, :, token], right[page]["sides"][1, :, token] = scales[:, 0, 0], biases[:, 0, 0]
+    assert pages.tobytes() == right.tobytes()
+    rows[2, 1, 7] = np.nan
+    with pytest.raises(NonFiniteValues):
+        encoder(side, 64).write_tokens(rows, offsets, addressed)
