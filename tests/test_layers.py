@@ -102,7 +102,7 @@ LAYERS = {
     # mlx-lm by itself, in a process of its own, to compare with.
     "kvd.bench.reference": Row("kvd", "mlx mlx_lm"),
     "kvd.bench.serve_reference": Row("kvd", "mlx mlx_lm"),
-    "kvd.bench.serve_figures": Row(pure=True),
+    "kvd.bench.serve_figures": Row(),
     "kvd.demo": Row("kvd kvd_client", "click rich"),
     "kvd.cli": Row("kvd kvd_client", "click rich platformdirs"),
     "kvd.cli_model": Row("kvd kvd_client", "click rich"),

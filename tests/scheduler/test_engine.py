@@ -636,3 +636,48 @@ def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path, codec: TextCode
     assert isinstance(runner.ready[0], OSError)
     assert runner.engine.drained.is_set()
     assert runner.engine.stop(WAIT_S)
+
+
+def test_the_engines_time_is_told_apart(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model takes is part of the time that the loop does not sleep, and time asleep is no part of it."""
+    clock_s = [0.0]
+
+    def passes(seconds: float) -> None:
+        clock_s[0] += seconds
+
+    def look() -> tuple[float, float, float]:
+        stats = runner.look(lambda core: (core.stats.busy_s, core.stats.forward_s, core.stats.sampling_s))
+        assert isinstance(stats, tuple)
+        return stats
+
+    class Slow:
+        """A model whose steps take a second each of a clock that else moves only while the loop sleeps."""
+
+        def __init__(self, model: object) -> None:
+            self._model = model
+            self.steps = 0
+
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            def call(*arguments: object, **options: object) -> object:
+                self.steps += 1
+                passes(1.0)
+                return getattr(self._model, name)(*arguments, **options)
+
+            return call
+
+    def slowed(core: EngineCore) -> Slow:
+        core.clock = lambda: clock_s[0]
+        core.forward = model = Slow(core.forward)  # type: ignore[assignment]
+        return model
+
+    def sleeps(engine: Engine) -> float:
+        passes(100.0)
+        return 0.01
+
+    model = runner.look(slowed)
+    monkeypatch.setattr(Engine, "_patience_s", sleeps)
+    before = look()
+    assert runner.turn("a", "one two three", max_tokens=3).result["finish_reason"] == "length"
+    busy_s, forward_s, sampling_s = (now - then for now, then in zip(look(), before, strict=True))
+    assert model.steps >= 3
+    assert (busy_s, forward_s, sampling_s) == (model.steps, model.steps, 0.0)
