@@ -298,7 +298,9 @@ class Engine:
         began_s, slept_s = clock(), 0.0
         try:
             try:
-                message = self._inbox.get(timeout=self._answering.patience_s(TICK_S)) if block else self._inbox.get_nowait()
+                message = (
+                    self._inbox.get(timeout=self._answering.patience_s(TICK_S)) if block else self._inbox.get_nowait()
+                )
             finally:
                 slept_s = clock() - began_s if block else 0.0
             while True:

@@ -21,6 +21,7 @@ from kvd.ids import PageId
 from kvd.model.tokenizer import TextCodec
 from kvd.ops.logs import RequestLine
 from kvd.scheduler import engine as engine_module
+from kvd.scheduler.answering import Answering
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import EngineBroken
@@ -670,12 +671,12 @@ def test_the_engines_time_is_told_apart(runner: Runner, monkeypatch: pytest.Monk
         core.forward = model = Slow(core.forward)  # type: ignore[assignment]
         return model
 
-    def sleeps(engine: Engine) -> float:
+    def sleeps(answering: Answering, most_s: float) -> float:
         passes(100.0)
         return 0.01
 
     model = runner.look(slowed)
-    monkeypatch.setattr(Engine, "_patience_s", sleeps)
+    monkeypatch.setattr(Answering, "patience_s", sleeps)
     before = look()
     assert runner.turn("a", "one two three", max_tokens=3).result["finish_reason"] == "length"
     busy_s, forward_s, sampling_s = (now - then for now, then in zip(look(), before, strict=True))
