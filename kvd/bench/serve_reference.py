@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvd.errors import EnvironmentFault
+from kvd.errors import EnvironmentFault, InternalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,8 @@ def _generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[fl
     made, first, end = 0, began, began
     while made < new_tokens * rows:
         responses = generator.next_generated()
+        if not responses:
+            raise InternalError(f"mlx-lm ended after {made} of {new_tokens * rows} tokens")
         made += len(responses)
         end = time.perf_counter()
         if made <= rows:
