@@ -151,24 +151,9 @@ def hidden_share(*, busy_s: float, waited_s: float) -> float | None:
     return 1.0 - waited_s / busy_s if busy_s > 0 else None
 
 
-def swap_seconds(
-    before: Mapping[str, object], after: Mapping[str, object], turns: Sequence[Turn], *, page_s: float
-) -> tuple[float, float]:
-    """Seconds in which pages came in, and seconds that turns waited for pages.
-
-    Where the daemon counts both (`swap_in_busy_s`, `swap_in_waited_s`) that is it. Else it is what the turns say they
-    waited, and the pages that were loaded at what one takes alone.
-
-    Args:
-        before: the daemon's statistics before the turns.
-        after: those after them.
-        turns: what ran between.
-        page_s: seconds that a page takes to come in while nothing hides it.
-    """
-    if "swap_in_busy_s" in after:
-        return difference(before, after, "swap_in_busy_s"), difference(before, after, "swap_in_waited_s")
-    waited_s = sum(number(turn.server, "swap_in_s") for turn in turns)
-    return page_s * difference(before, after, "pages_loaded"), waited_s
+def swap_seconds(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[float, float]:
+    """Seconds in which the daemon read pages, and seconds that turns waited for them, between two statistics."""
+    return difference(before, after, "swap_in_busy_s"), difference(before, after, "swap_in_waited_s")
 
 
 def decode_floor_tokens_s(*, rows: int, weight_bytes: float, page_bytes: float, read_bytes_s: float) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvd.bench.harness import DaemonProcess
 from kvd.bench.serve_client import AgentProcess
-from kvd.bench.serve_figures import Turn, difference, hidden_share, number, swap_seconds
+from kvd.bench.serve_figures import Turn, difference, hidden_share, swap_seconds
 from kvd.bench.serve_runs import Prompts, Sizes
 from kvd.quant.spec import PAGE_TOKENS
 
@@ -78,7 +78,6 @@ def run_swap(daemon: DaemonProcess, prompts: Prompts, sizes: Sizes, tell: Callab
         for agent in range(AGENTS):
             talk.send(agent, 0)
             talk.finish(agent)
-        page_s = _page_s(control.evict, talk)
 
         def statistics() -> Mapping[str, object]:
             return control.statistics().server
@@ -89,7 +88,7 @@ def run_swap(daemon: DaemonProcess, prompts: Prompts, sizes: Sizes, tell: Callab
             before = statistics()
             turns = rounds(MEASURED_ROUNDS)
             after = statistics()
-            busy_s, waited_s = swap_seconds(before, after, turns, page_s=page_s)
+            busy_s, waited_s = swap_seconds(before, after)
             pages = round(difference(before, after, "pages_loaded"))
             hidden = hidden_share(busy_s=busy_s, waited_s=waited_s)
             return SwapRun(hidden, round(busy_s, 4), round(waited_s, 4), pages, len(turns))
@@ -137,14 +136,6 @@ class _Talk:
                 if turn_of_each + 1 < rounds:
                     self.send(agent)
         return turns
-
-
-def _page_s(evict: Callable[[str], object], talk: _Talk) -> float:
-    """Seconds that a page takes to come in while nothing hides it."""
-    evict("swaps-0")
-    talk.send(0)
-    turn = talk.finish(0)
-    return number(turn.server, "swap_in_s") / max(1.0, number(turn.server, "swapped_in_pages"))
 
 
 __all__ = ["AGENTS", "SwapRun", "run_swap", "swap_budget_bytes"]
