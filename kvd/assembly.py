@@ -18,12 +18,12 @@ from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
 from kvd.ids import PageId
 from kvd.model import cpu_assist, dispatch
-from kvd.model.forward import device_kind, limit_buffer_cache, stated_scratch_bytes
+from kvd.model.forward import device_kind, gpu_info, limit_buffer_cache, stated_scratch_bytes
 from kvd.model.loader import LoadedModel, load
 from kvd.model.probes import probes_for
 from kvd.model.registry import resolve
 from kvd.model.spec import CacheGroup, ModelCacheSpec
-from kvd.ops.device import Clamped, clamp_budget, clamp_quota, device_facts
+from kvd.ops.device import Clamped, clamp_budget, clamp_quota, device_facts, device_limit
 from kvd.quant.spec import PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
 from kvd.scheduler.batch_size import default_max_batch
@@ -84,7 +84,7 @@ class Assembly:
 
         report = recover(folder, fingerprint, layouts, folder.fs)
         self._tell_recovery(report)
-        backend = self._choose_backend(loaded.spec, formats, report)
+        backend = self._choose_backend(loaded, formats, report)
         assisted = cpu_assist.install(loaded.model) if backend.name == "cpu" else ()
         self._facts["cpu_assist"] = list(assisted)
         budget_bytes, quota_bytes = self._clamp(loaded, report)
@@ -143,14 +143,15 @@ class Assembly:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _choose_backend(self, spec: ModelCacheSpec, formats: FormatChoice, report: RecoveryReport) -> AttentionBackend:
+    def _choose_backend(self, loaded: LoadedModel, formats: FormatChoice, report: RecoveryReport) -> AttentionBackend:
         """The recorded backend if it can run, else the first right one; a flag overrides and is recorded."""
         assert self.folder is not None
         recorded = read_record(self._settings.data_dir)
         wanted = self._settings.attention
         if wanted == "auto" and recorded.attention in ATTENTION_CHOICES:
             wanted = str(recorded.attention)
-        choice = select_backend(wanted, probes_for(spec, _formats_in_use(spec, formats, report)))
+        in_use = _formats_in_use(loaded.spec, formats, report)
+        choice = select_backend(wanted, probes_for(loaded.spec, in_use, dtype=loaded.dtype))
         self._notices += choice.notices
         launch = launcher.report()
         threads = launch.threads if launch is not None else 1
@@ -177,7 +178,8 @@ class Assembly:
     def _clamp(self, loaded: LoadedModel, report: RecoveryReport) -> tuple[int, int]:
         facts = device_facts(self._settings.data_dir)
         reserved = loaded.weights_bytes + stated_scratch_bytes(loaded.spec)
-        budget = clamp_budget(self._settings.budget_bytes, facts, reserved_bytes=reserved)
+        device = device_limit(gpu_info())
+        budget = clamp_budget(self._settings.budget_bytes, facts, reserved_bytes=reserved, device=device)
         quota = clamp_quota(self._settings.quota_bytes, facts, used_bytes=report.used_bytes)
         if quota.reason is not None and self._settings.quota_bytes == DEFAULT_QUOTA_BYTES:
             self._log("quota", level="info", text=quota.reason)  # nobody asked for the default: no cause for a warning

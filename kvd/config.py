@@ -18,7 +18,8 @@ DEFAULT_BUDGET_BYTES = 10_200_000_000
 DEFAULT_QUOTA_BYTES = 100_000_000_000
 DEFAULT_MODEL = "smollm2-135m"
 SHARING = ("agent",)
-ATTENTION = ("auto", "cpu", "mlx", "reference")
+ATTENTION = ("auto", "metal", "cuda", "cpu", "mlx", "reference")
+"""Backends of all machines; which of them this one has is known when mlx is there (`select_backend` refuses others)."""
 PREFETCH = ("predict", "hints", "off")
 MIN_BUDGET_BYTES = 1_000_000
 MAX_CHUNK_TOKENS = 512

@@ -24,8 +24,10 @@ def test_the_defaults_are_valid_and_frozen() -> None:
 
 
 def test_allowed_values_are_those_of_the_packages_that_use_them() -> None:
-    """Every attention backend, named format and log level can be chosen, and nothing else."""
-    assert sorted(ATTENTION) == sorted(ATTENTION_CHOICES)
+    """Every attention backend, named format and log level can be chosen, and nothing else; those of GPUs everywhere."""
+    assert {*ATTENTION_CHOICES, "metal", "cuda"} == set(ATTENTION)
+    for name in ATTENTION:
+        assert replace(GOOD, attention=name).attention == name
     assert tuple(LOG_LEVELS) == tuple(LEVELS)
     for name in ("auto", *NAMED_FORMATS):
         assert replace(GOOD, kv_format=name).kv_format == name

@@ -61,11 +61,12 @@ BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
 """Backends in order of preference."""
 
 ATTENTION_CHOICES: Final = ("auto", *BACKENDS)
-"""What `--attention` accepts."""
+"""What `--attention` accepts on this machine."""
 
 _TRIES: Final = 3
-_TOLERANCE: Final = 2e-3
-"""Greatest difference from the reference, for values of order one: room for bf16 outputs and TF32 products."""
+_TOLERANCES: Final = {"float32": (2e-3, 0.0), "float16": (3e-3, 2.0**-10), "bfloat16": (4e-3, 2.0**-7)}
+"""Greatest difference from the reference by dtype of the queries, and that much of a value more: room for TF32
+products, for K rounded to the dtype, and for outputs that both round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class ShapeProbe:
         v_dim: width of a value head.
         layer_format: formats of K and V.
         window: sliding window in tokens; None for full attention.
+        dtype: of activations: kernels for GPUs are other ones for each.
     """
 
     query_heads: int
@@ -87,6 +89,11 @@ class ShapeProbe:
     v_dim: int
     layer_format: LayerFormat
     window: int | None = None
+    dtype: str = "float32"
+
+    def random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> mx.array:
+        """Normal numbers in the probe's dtype: what a model computing in it hands over."""
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(getattr(mx, self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,8 @@ def select_backend(
     names = list(backends)
     if requested != "auto" and requested not in backends:
         raise BackendUnavailable(
-            f"attention must be one of {', '.join(('auto', *names))}, not {requested!r}", requested=requested
+            f"attention must be one of {', '.join(('auto', *names))} on this machine, not {requested!r}",
+            requested=requested,
         )
     candidates = suitable_backends(names) if requested == "auto" else [requested, *names[names.index(requested) + 1 :]]
     notices: list[str] = []
@@ -165,7 +173,7 @@ def time_ms(backend: AttentionBackend, probe: ShapeProbe) -> float:
     pool = _pool_like(backend, host, segment)
     total_s = 0.0
     for queries in (1, PAGE_TOKENS):
-        q = mx.array(rng.standard_normal((1, probe.query_heads, queries, probe.k_dim), dtype=np.float32))
+        q = probe.random(rng, (1, probe.query_heads, queries, probe.k_dim))
         mx.eval(q)
         row = Row((segment,), segment.tokens - queries)
         tries = []
@@ -212,14 +220,16 @@ def _compare(
     rng: np.random.Generator,
 ) -> None:
     """Raise BackendDisagrees unless backend and reference agree on random queries of one row."""
-    q = mx.array(rng.standard_normal((1, probe.query_heads, queries, probe.k_dim), dtype=np.float32))
+    q = probe.random(rng, (1, probe.query_heads, queries, probe.k_dim))
     mine, right = (
         one.attend(pool, q, layer_index=0, rows=(row,), scale=probe.k_dim**-0.5, window=probe.window)
         for one, pool in zip((backend, ReferenceBackend()), pools, strict=True)
     )
-    for what, left, other in (("output", mine.out, right.out), ("lse", mine.lse, right.lse)):
+    for what, one, two in (("output", mine.out, right.out), ("lse", mine.lse, right.lse)):
+        left, other = one.astype(mx.float32), two.astype(mx.float32)
+        allowed, rounding = _TOLERANCES[probe.dtype]
         difference = float(mx.abs(left - other).max())
-        if not difference <= _TOLERANCE:  # also catches NaN
+        if not float((mx.abs(left - other) - rounding * mx.abs(other)).max()) <= allowed:  # also catches NaN
             raise BackendDisagrees(
                 f"{what} for {queries} queries ({_words(probe)}) differs from the reference by {difference:.3g}",
                 difference=difference,
@@ -239,14 +249,15 @@ def _compare_appended(
     """
     device, host = pools
     first, count = PAGE_TOKENS - 9, 21
-    keys, values = (
-        rng.standard_normal((probe.kv_heads, count, dim), dtype=np.float32) for dim in (probe.k_dim, probe.v_dim)
-    )
-    backend.append(
-        device, mx.array(keys[None]), mx.array(values[None]), layer_index=0, targets=[(segment.block_table, first)]
-    )
+    # operators of conditioned formats give float32
+    given = probe if probe.layer_format.k.conditioning is None else replace(probe, dtype="float32")
+    keys, values = (given.random(rng, (1, probe.kv_heads, count, dim)) for dim in (probe.k_dim, probe.v_dim))
+    backend.append(device, keys, values, layer_index=0, targets=[(segment.block_table, first)])
     device.check_appended()
-    encoded_keys, encoded_values = encode(keys, probe.layer_format.k), encode(values, probe.layer_format.v)
+    encoded_keys, encoded_values = (
+        encode(np.array(x.astype(mx.float32))[0], side)
+        for x, side in ((keys, probe.layer_format.k), (values, probe.layer_format.v))
+    )
     for i in range(count):
         page, slot = divmod(first + i, PAGE_TOKENS)
         arrays = host.layer(segment.block_table[page], 0)
@@ -261,7 +272,8 @@ def _words(probe: ShapeProbe) -> str:
     """What a probe is, for a message."""
     keys, values = probe.layer_format.k, probe.layer_format.v
     conditioned = "conditioned " if keys.conditioning is not None else ""
-    return f"{conditioned}{keys.bits}-bit keys of {probe.k_dim}, {values.bits}-bit values of {probe.v_dim}"
+    dtype = "" if probe.dtype == "float32" else f", {probe.dtype}"
+    return f"{conditioned}{keys.bits}-bit keys of {probe.k_dim}, {values.bits}-bit values of {probe.v_dim}{dtype}"
 
 
 def _with_tail(pool: FramePool, segment: Segment, runs: tuple[Run, ...]) -> Segment:

@@ -160,7 +160,7 @@ def _kvd(model: Any, ids: list[int], tokens: int) -> ModelSpeed:  # noqa: ANN401
     spec = build_cache_spec(SHAPE, model_name="bench", fingerprint=Fingerprint("0" * 32), item_bytes=2)
     formats = page_formats(spec, "q4", None)
     (layout,) = [group.layout(each) for group, each in zip(spec.groups, formats, strict=True)]
-    backend = select_backend("auto", probes_for(spec, zip(spec.groups, formats, strict=True))).backend
+    backend = select_backend("auto", probes_for(spec, zip(spec.groups, formats, strict=True), dtype="bfloat16")).backend
     pages = -(-(tokens + _DECODE_STEPS) // PAGE_TOKENS)
     pool = pool_for(backend, pages * layout.payload_bytes, layout.payload_bytes)
     table = [FrameId(pages - page) for page in range(pages)]

@@ -29,7 +29,7 @@ from kvd.model.folder import MANIFEST
 from kvd.model.hub import is_hub_id
 from kvd.model.registry import is_name
 from kvd.model.sources import CATALOGUE
-from kvd.ops.device import clamp_budget, device_facts
+from kvd.ops.device import clamp_budget, device_facts, device_limit
 from kvd.ops.sizes import format_size
 from kvd.record import read_record
 
@@ -112,17 +112,16 @@ def check_device(context: Context) -> Iterator[Check]:
     machine = device_facts(context.options.data_dir)
     kind = str(mx.default_device().type).rsplit(".", 1)[-1]
     info = mx.device_info()
-    limit_bytes = info.get("max_recommended_working_set_size", info.get("memory_size")) if kind != "cpu" else None
-    device_bytes = int(limit_bytes) if isinstance(limit_bytes, int) else None
+    limit = device_limit(info) if kind != "cpu" else None
     model = context.model
     reserved_bytes = 0 if model is None else model.weights_bytes + model.spec.scratch_bytes
-    budget = clamp_budget(DEFAULT_BUDGET_BYTES, machine, reserved_bytes=reserved_bytes, device_limit_bytes=device_bytes)
+    budget = clamp_budget(DEFAULT_BUDGET_BYTES, machine, reserved_bytes=reserved_bytes, device=limit)
     facts: dict[str, object] = {
         "device": kind,
         "device_name": str(info.get("device_name", "")),
         "cores": available_cores(),
         "memory_bytes": machine.memory_bytes,
-        "device_limit_bytes": device_bytes,
+        "device_limit_bytes": None if limit is None else limit.limit_bytes,
         "reserved_bytes": reserved_bytes,
         "budget_bytes": budget.granted_bytes,
     }
@@ -212,6 +211,7 @@ def check_attention(context: Context) -> Iterator[Check]:
     probes = probes_for(
         model.spec,
         [(model.spec.groups[group], model.formats.book.layouts[group, key].page_format) for group, key in layouts],
+        dtype=model.dtype,
     )
     recorded = read_record(context.options.data_dir).attention if context.state.may_be_searched else None
     suitable = suitable_backends()

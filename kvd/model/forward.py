@@ -6,7 +6,7 @@ alone: for SmolLM2 the projection of 512 tokens would cost as much again as a si
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -33,6 +33,11 @@ def limit_buffer_cache() -> None:
 def device_kind() -> Literal["cpu", "gpu"]:
     """What kind of device MLX runs on."""
     return "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
+
+
+def gpu_info() -> Mapping[str, object]:
+    """What mlx says of the GPU it computes on; empty on a CPU."""
+    return {} if device_kind() == "cpu" else dict(mx.device_info())
 
 
 def stated_scratch_bytes(spec: ModelCacheSpec) -> int:

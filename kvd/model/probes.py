@@ -16,13 +16,16 @@ from kvd.quant.spec import LayerFormat, PageFormat
 _ANY_CONSTANTS: Final = "any"
 
 
-def probes_for(spec: ModelCacheSpec, page_formats: Iterable[tuple[CacheGroup, PageFormat]]) -> tuple[ShapeProbe, ...]:
+def probes_for(
+    spec: ModelCacheSpec, page_formats: Iterable[tuple[CacheGroup, PageFormat]], *, dtype: str = "float32"
+) -> tuple[ShapeProbe, ...]:
     """One probe per distinct pair of layer geometry and layer format, in the order they first appear.
 
     Args:
         spec: the model's geometry.
         page_formats: every page format in use (the default and those of restored agents) with its cache group; repeats
             cost nothing.
+        dtype: in which the model computes.
     """
     return tuple(
         dict.fromkeys(
@@ -33,6 +36,7 @@ def probes_for(spec: ModelCacheSpec, page_formats: Iterable[tuple[CacheGroup, Pa
                 v_dim=group.layer.v_dim,
                 layer_format=layer_format,
                 window=group.layer.window,
+                dtype=dtype,
             )
             for group, page_format in page_formats
             for layer_format in dict.fromkeys(map(_without_digest, page_format.layers))

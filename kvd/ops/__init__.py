@@ -8,7 +8,7 @@ faults. May import structlog and kvd.errors; no mlx, no numpy, nothing else of k
 
 from __future__ import annotations
 
-from kvd.ops.device import Clamped, DeviceFacts, clamp_budget, clamp_quota, device_facts
+from kvd.ops.device import Clamped, DeviceFacts, DeviceLimit, clamp_budget, clamp_quota, device_facts, device_limit
 from kvd.ops.errors import InheritedSocketUnusable, InvalidSize
 from kvd.ops.footprint import Footprint, measure_footprint, process_footprint_bytes
 from kvd.ops.lifecycle import Notifier, StopAction, StopPlan, handle_stop_signals, inherited_sockets
@@ -20,6 +20,7 @@ __all__ = [
     "LEVELS",
     "Clamped",
     "DeviceFacts",
+    "DeviceLimit",
     "Footprint",
     "InheritedSocketUnusable",
     "InvalidSize",
@@ -33,6 +34,7 @@ __all__ = [
     "count_open_files",
     "count_threads",
     "device_facts",
+    "device_limit",
     "format_size",
     "get_logger",
     "handle_stop_signals",

@@ -9,13 +9,16 @@ import ctypes
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.ops.sizes import format_size
 
-__all__ = ["Clamped", "DeviceFacts", "clamp_budget", "clamp_quota", "device_facts"]
+__all__ = ["Clamped", "DeviceFacts", "DeviceLimit", "clamp_budget", "clamp_quota", "device_facts", "device_limit"]
 
+GPU_SHARE = 0.9
+"""Of a GPU's own memory, at most this for model and pages together: its kernels and the driver need some."""
 MEMORY_SHARE = 0.75
 """Of the memory, at most this for model and pages together: the rest keeps the system and its file cache alive."""
 DISK_SHARE = 0.5
@@ -35,6 +38,19 @@ class DeviceFacts:
     memory_bytes: int
     disk_free_bytes: int
     disk_total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimit:
+    """What a GPU can hold.
+
+    Attributes:
+        limit_bytes: most bytes for model and pages together.
+        is_own_memory: the GPU has memory of its own: pages there take none of the machine's.
+    """
+
+    limit_bytes: int
+    is_own_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +84,23 @@ def device_facts(data_dir: Path, *, root: Path = Path("/")) -> DeviceFacts:
     return DeviceFacts(memory_bytes=min(limits), disk_free_bytes=usage.free, disk_total_bytes=usage.total)
 
 
+def device_limit(info: Mapping[str, object]) -> DeviceLimit | None:
+    """What mlx says of the device it computes on, as a limit; None on a CPU, or where it says nothing of memory.
+
+    Args:
+        info: `mx.device_info()`. Apple's GPUs share the machine's memory and recommend a working set; CUDA states the
+            memory of the card.
+    """
+    recommended, total = info.get("max_recommended_working_set_size"), info.get("total_memory")
+    if isinstance(recommended, int) and recommended > 0:
+        return DeviceLimit(recommended, is_own_memory=False)
+    if isinstance(total, int) and total > 0:
+        return DeviceLimit(int(total * GPU_SHARE), is_own_memory=True)
+    return None
+
+
 def clamp_budget(
-    wanted_bytes: int, facts: DeviceFacts, *, reserved_bytes: int, device_limit_bytes: int | None = None
+    wanted_bytes: int, facts: DeviceFacts, *, reserved_bytes: int, device: DeviceLimit | None = None
 ) -> Clamped:
     """The page budget that this machine can hold.
 
@@ -77,12 +108,14 @@ def clamp_budget(
         wanted_bytes: the configured budget.
         facts: the machine.
         reserved_bytes: what the model takes besides pages: weights, scratch of a step.
-        device_limit_bytes: what the GPU recommends for everything together; None on a CPU.
+        device: of the GPU that holds model and pages; None on a CPU.
     """
     ceiling_bytes = int(facts.memory_bytes * MEMORY_SHARE)
     origin = f"{MEMORY_SHARE:.0%} of the machine's {format_size(facts.memory_bytes)}"
-    if device_limit_bytes is not None and device_limit_bytes < ceiling_bytes:
-        ceiling_bytes, origin = device_limit_bytes, f"the device's working set of {format_size(device_limit_bytes)}"
+    if device is not None and device.is_own_memory:
+        ceiling_bytes, origin = device.limit_bytes, f"the {format_size(device.limit_bytes)} that the GPU can hold"
+    elif device is not None and device.limit_bytes < ceiling_bytes:
+        ceiling_bytes, origin = device.limit_bytes, f"the device's working set of {format_size(device.limit_bytes)}"
     room_bytes = max(0, ceiling_bytes - reserved_bytes)
     if wanted_bytes <= room_bytes:
         return Clamped(wanted_bytes, None)

@@ -62,3 +62,15 @@ def test_a_backend_wrong_for_a_restored_format_does_not_serve() -> None:
     choice = select_backend("auto", probes_for(spec, [*default, (group, group.format("k8v4"))]), backends)
     assert choice.backend.name == "reference"
     assert "8-bit keys of 64, 4-bit values of 64" in choice.notices[0]
+
+
+def test_probes_compute_in_the_models_dtype() -> None:
+    """A kernel is another one for each dtype: what is compared is what will serve, and the message says in which."""
+    spec = small_spec()
+    used = [(spec.groups[0], spec.groups[0].format("k8v4"))]
+    (probe,) = probes_for(spec, used, dtype="bfloat16")
+    assert probe.dtype == "bfloat16"
+    backends = {"wrong": WrongAt8Bits, "mlx": MlxBackend, "reference": ReferenceBackend}
+    choice = select_backend("auto", [probe], backends)
+    assert choice.backend.name == "mlx"
+    assert "4-bit values of 64, bfloat16) differs" in choice.notices[0]

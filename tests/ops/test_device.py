@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.ops import DeviceFacts, clamp_budget, clamp_quota, device_facts
+from kvd.ops import Clamped, DeviceFacts, DeviceLimit, clamp_budget, clamp_quota, device_facts, device_limit
 
 GB = 1_000_000_000
 MACHINE = DeviceFacts(memory_bytes=16 * GB, disk_free_bytes=100 * GB, disk_total_bytes=500 * GB)
@@ -57,8 +57,20 @@ def test_a_budget_over_the_machine_is_cut_with_the_figures() -> None:
 
 def test_the_devices_own_word_counts() -> None:
     """A GPU that recommends less than the memory share limits the budget; nothing goes below zero."""
-    assert clamp_budget(10 * GB, MACHINE, reserved_bytes=GB, device_limit_bytes=5 * GB).granted_bytes == 4 * GB
+    apple = device_limit({"max_recommended_working_set_size": 5 * GB, "memory_size": 16 * GB})
+    assert clamp_budget(10 * GB, MACHINE, reserved_bytes=GB, device=apple).granted_bytes == 4 * GB
     assert clamp_budget(10 * GB, MACHINE, reserved_bytes=20 * GB).granted_bytes == 0
+
+
+def test_pages_in_a_cards_memory_take_none_of_the_machines() -> None:
+    """P21: with CUDA the card limits the budget, in both directions; the reason says so."""
+    card = device_limit({"total_memory": 100 * GB, "free_memory": 99 * GB})
+    assert card == DeviceLimit(90 * GB, is_own_memory=True)
+    assert clamp_budget(80 * GB, MACHINE, reserved_bytes=GB, device=card) == Clamped(80 * GB, None)
+    cut = clamp_budget(200 * GB, MACHINE, reserved_bytes=GB, device=card)
+    assert cut.granted_bytes == 89 * GB
+    assert "90 GB that the GPU can hold" in str(cut.reason)
+    assert device_limit({}) is None
 
 
 def test_quota_counts_what_is_ours_already() -> None:
