@@ -18,7 +18,8 @@ from kvd.quant.codec import Encoded
 from kvd.quant.spec import LayerFormat, SideFormat
 
 PACKED_QUERIES: Final = 8
-"""Up to so many queries a GPU multiplies with the packed tile itself (`mx.quantized_matmul`)."""
+"""Up to so many queries Metal multiplies with the packed tile itself (`mx.quantized_matmul`). With CUDA the
+transposed product of several packed matrices is wrong by as much as its values (mlx 0.32.4, seen on an H200)."""
 
 
 class _Tile:
@@ -57,7 +58,7 @@ class DeviceState:
         v_dim: width of a value head.
         scale: factor of the scores.
         block_queries: queries of a block.
-        packed: multiply with packed tiles; None decides by device and number of queries.
+        packed: multiply with packed tiles; None: a few queries on Metal do.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class DeviceState:
         self._format = layer_format
         self._block_queries = block_queries
         few = queries.shape[2] <= PACKED_QUERIES
-        self._packed = packed if packed is not None else few and mx.default_device().type == mx.DeviceType.gpu
+        on_metal = mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
+        self._packed = packed if packed is not None else few and on_metal
         self._tiles: tuple[_Tile, _Tile] | None = None
         self._dense: tuple[mx.array, mx.array] | None = None
         self._states: dict[int, tuple[Any, Any, Any]] = {}

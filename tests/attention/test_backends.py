@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import types
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +22,7 @@ from kvd.attention import (
     mlx_backend,
 )
 from kvd.attention.masks import TileSpan, hidden, visible_range
-from kvd.quant.spec import PAGE_TOKENS
+from kvd.quant.spec import PAGE_TOKENS, LayerFormat, SideFormat
 from tests.attention.pages import LAYER, Pages, cpu_backend
 
 SHAPES = [(9, 3, 64, 64), (4, 1, 256, 256), (4, 4, 192, 128), (6, 2, 96, 64), (2, 2, 64, 64)]
@@ -290,3 +291,16 @@ def test_short_steps_take_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             pages.pool, q, layer_index=LAYER, rows=(Row((segment,), 4096 - length),), scale=0.125
         )
         assert len(folds) <= most
+
+
+@pytest.mark.parametrize("has_metal", [True, False])
+def test_packed_products_are_for_metal(monkeypatch: pytest.MonkeyPatch, has_metal: bool) -> None:
+    """With CUDA mlx's product with several packed matrices is wrong: few queries take it on Metal only."""
+    gpu = types.SimpleNamespace(type=mx.DeviceType.gpu)
+    door = types.SimpleNamespace(
+        **(vars(mx) | {"default_device": lambda: gpu, "metal": types.SimpleNamespace(is_available=lambda: has_metal)})
+    )
+    monkeypatch.setattr(device_tiles, "mx", door)
+    layer = LayerFormat(SideFormat(8, 64), SideFormat(4, 64))
+    state = device_tiles.DeviceState(mx.zeros((1, 4, 1, 64)), layer, 2, 64, 1.0, 1)
+    assert state._packed is has_metal
