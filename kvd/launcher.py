@@ -32,6 +32,8 @@ __all__ = ["LaunchReport", "main", "prepare", "report"]
 
 REMEDY = "pip install scipy-openblas32 (or: apt install libopenblas0-pthread), or set KVD_BLAS to a BLAS library"
 PREFIXED = "libscipy_openblas.so"
+MB_PER_GRAPH = "100000"
+"""With CUDA, megabytes of inputs after which mlx hands a graph of kernels over: never for that reason."""
 _OURS = "KVD_LAUNCHER_SET"
 """Names the variables that a launcher set, so that a child process with other cores computes them anew."""
 
@@ -88,6 +90,9 @@ def prepare() -> LaunchReport:
 def _prepare() -> LaunchReport:
     threads, complaint = _thread_count(os.environ)
     if not _has_mlx_cpu():
+        if _has_wheel("mlx_cuda_*.libs"):
+            # weights count as inputs, so with its default mlx ends a graph after every few layers
+            os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", MB_PER_GRAPH)
         return LaunchReport("builtin", None, threads, warning=complaint)
     _set_environment(threads)
     wanted = os.environ.get("KVD_BLAS", "").strip()
@@ -140,11 +145,14 @@ def _set_environment(threads: int) -> None:
 
 def _has_mlx_cpu() -> bool:
     """Whether the mlx that would be imported is the CPU wheel with its reference BLAS (never on macOS or with CUDA)."""
-    if not sys.platform.startswith("linux"):
-        return False
+    return sys.platform.startswith("linux") and _has_wheel("mlx_cpu.libs")
+
+
+def _has_wheel(pattern: str) -> bool:
+    """Whether a folder of that name lies beside the mlx that would be imported."""
     spec = importlib.util.find_spec("mlx")
     locations = (spec.submodule_search_locations or []) if spec else []
-    return any((Path(location).parent / "mlx_cpu.libs").is_dir() for location in locations)
+    return any(True for location in locations for _ in Path(location).parent.glob(pattern))
 
 
 def _candidates() -> list[str]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -121,12 +122,34 @@ def test_too_late_is_said() -> None:
 
 
 def test_nothing_to_do_where_mlx_brings_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On macOS, and with the CUDA wheel, no library is loaded and no variable set."""
+    """On macOS no library is loaded and no variable set."""
     monkeypatch.setattr(launcher, "_has_mlx_cpu", lambda: False)
+    monkeypatch.setattr(launcher, "_has_wheel", lambda pattern: False)
     before = dict(os.environ)
     outcome = launcher._prepare()
     assert (outcome.kind, outcome.path, outcome.warning) == ("builtin", None, None)
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("set_before", "after"), [(None, launcher.MB_PER_GRAPH), ("7", "7")])
+def test_with_cuda_weights_do_not_end_graphs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, set_before: str | None, after: str
+) -> None:
+    """With the CUDA wheel's mlx the limit of bytes a graph is lifted before mlx reads it; a user's own value stays."""
+    (tmp_path / "mlx_cuda_13.libs").mkdir()
+    (tmp_path / "mlx").mkdir()
+    monkeypatch.setattr(launcher, "_has_mlx_cpu", lambda: False)
+    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: _Found([str(tmp_path / "mlx")]))
+    environ = {} if set_before is None else {"MLX_MAX_MB_PER_BUFFER": set_before}
+    monkeypatch.setattr(os, "environ", environ)
+    assert launcher._prepare().kind == "builtin"
+    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == after
+
+
+class _Found(NamedTuple):
+    """What `find_spec` says of a package, as far as the launcher asks."""
+
+    submodule_search_locations: list[str]
 
 
 def test_pytest_runs_under_the_launcher(tmp_path: Path) -> None:

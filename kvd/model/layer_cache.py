@@ -58,14 +58,18 @@ class StepState:
         plans: what a backend prepared for the layers of a cache group, by group and rows. A plan holds addresses of
             frames, so it must not outlive the step that holds these in place.
         places: where the step's token of each row that grows is written, likewise: row, address of its frame, place.
+        offsets: positions of all rows as an array, which every layer asks for twice: on a GPU making one costs more
+            than a small kernel.
     """
 
     masks: list[mx.array] = field(default_factory=list)
     plans: dict[tuple[int, tuple[int, ...]], Any] = field(default_factory=dict)
     places: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, int]]] = field(default_factory=dict)
+    offsets: dict[tuple[int, ...], mx.array] = field(default_factory=dict)
 
     def clear(self) -> None:
         """The step is over."""
+        self.offsets.clear()
         self.masks.clear()
         self.plans.clear()
         self.places.clear()
@@ -194,7 +198,11 @@ class KvLayerCache:
         """Position of the next token: an int for one sequence, else mx int32 [rows], which `mx.fast.rope` takes."""
         if len(self._rows) == 1:
             return self._rows[0].offset
-        return mx.array([row.offset for row in self._rows], mx.int32)
+        starts = self.starts
+        found = self._state.offsets.get(starts)
+        if found is None:
+            found = self._state.offsets[starts] = mx.array(starts, mx.int32)
+        return found
 
     @property
     def starts(self) -> tuple[int, ...]:

@@ -294,3 +294,19 @@ def test_offsets_and_masks_of_rows() -> None:
     assert handle.shape == (2, 2, 11, 64)
     assert full.offset.tolist() == [8, 3]
     assert sliding.attend(mx.concatenate([keys, keys], axis=1), scale=0.1, mask=mask).shape == (2, 4, 3, 64)
+
+
+def test_layers_of_a_step_share_one_array_of_positions(model: Any) -> None:
+    """Every layer asks for the rows' positions twice; they are made once a step, and anew for the next."""
+    rows = sequences(small_spec(), ["q8"] * 2, MlxBackend())
+    batch = BatchCache.merge(rows)
+    caches = batch.layer_caches
+    batch.begin_step(1)
+    first = caches[0].offset
+    assert all(cache.offset is first for cache in caches)
+    batch.abort_step()
+    for number, row in enumerate(rows):
+        Forward(model).step(row, ids_of(3 + number), wants_logits=False)
+    batch.begin_step(1)
+    assert caches[1].offset.tolist() == [3, 4]
+    batch.abort_step()

@@ -46,6 +46,9 @@ IntArray = npt.NDArray[np.int64]
 
 _KEPT_TABLES: Final = 16
 
+_right_layouts: Final[dict[int, PageLayout]] = {}
+"""Layouts that `_checked` found right, by id; kept alive here, so that an id stays theirs."""
+
 
 class _Plan(NamedTuple):
     """Tables of a launch.
@@ -372,10 +375,19 @@ def _layout(pages: DevicePool, column: Sequence[Segment]) -> PageLayout:
 
 
 def _checked(layout: PageLayout) -> PageLayout:
-    """The layout, if the kernels can read and write it; raises BackendUnavailable."""
+    """The layout, if the kernels can read and write it; raises BackendUnavailable.
+
+    Asked for in every layer of a step, so what was found right is known by identity: hashing formats costs more than
+    a launch.
+    """
+    if _right_layouts.get(id(layout)) is layout:
+        return layout
     for layer_format in set(layout.page_format.layers):
         kernels.check_side(layer_format.k, layout.k_dim)
         kernels.check_side(layer_format.v, layout.v_dim)
+    if len(_right_layouts) >= _KEPT_TABLES:
+        _right_layouts.clear()
+    _right_layouts[id(layout)] = layout
     return layout
 
 
