@@ -1,7 +1,7 @@
 """The engine thread: the only one that touches the model, the pool and the agents. Others knock at its inbox.
 
-Theory of operation. The loop takes messages (requests, cancellations, calls, answers of the swap thread), hands them
-to the pure `Scheduler`, and resumes each running request that can go on, up to its next wait. Then it runs one
+Theory of operation. The loop takes messages (requests, cancellations, answers of the swap thread; `kvd.scheduler.inbox`
+says how many), hands them to the pure `Scheduler`, answers some look-ups, and resumes each running request that can go on, up to its next wait. Then it runs one
 iteration of the model: of the steps that requests now wait for, all decode steps together or one prefill chunk, as the
 pure `IterationPlanner` says. With nothing to do it sleeps in the inbox. A long prefill chunk is the longest time it
 does not look. Who waits for the disk or for room holds up nobody else. Evictions and hints run beside all others, so
@@ -16,7 +16,6 @@ durable.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from kvd.scheduler.answering import Answering
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.errors import EngineBroken
+from kvd.scheduler.inbox import Inbox
 from kvd.scheduler.iterations import IterationPlanner
 from kvd.scheduler.jobs import run_job
 from kvd.scheduler.messages import (
@@ -43,6 +43,7 @@ from kvd.scheduler.messages import (
     Stop,
     StoreAnswer,
     Submit,
+    Work,
 )
 from kvd.scheduler.places import Place
 from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest
@@ -105,7 +106,7 @@ class Engine:
         check: bool = False,
     ) -> None:
         self._build = build
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox = Inbox(time.monotonic)
         self._max_queued = max_queued
         self._max_batch = max_batch
         self._scheduler = Scheduler(max_queued=max_queued)
@@ -257,11 +258,7 @@ class Engine:
                 self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
         for request_id in tuple(self._requests):
             self._answering.answer(request_id, None, error)
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+        for message in self._inbox.rest():
             self._turn_away(message, error)
 
     def _turn_away(self, message: Message, error: KvdError) -> None:
@@ -293,23 +290,29 @@ class Engine:
         return True
 
     def _take_messages(self, *, block: bool) -> float:
-        """Take what is in the inbox, if need be wait for it; returns the seconds that the loop slept."""
+        """See to what is in the inbox, if need be wait for it; returns the seconds that the loop slept."""
         clock = self._core_now.clock
-        began_s, slept_s = clock(), 0.0
-        try:
-            try:
-                message = (
-                    self._inbox.get(timeout=self._answering.patience_s(TICK_S)) if block else self._inbox.get_nowait()
-                )
-            finally:
-                slept_s = clock() - began_s if block else 0.0
-            while True:
-                self._take(message)
-                message = self._inbox.get_nowait()
-        except queue.Empty:
-            return slept_s
+        began_s = clock()
+        messages = self._inbox.take(self._answering.patience_s(TICK_S) if block else 0.0)
+        slept_s = clock() - began_s if block else 0.0
+        for message in messages:
+            self._take(message)
+        for look in self._inbox.looks():
+            self._look(look)
+        return slept_s
 
-    def _take(self, message: Message) -> None:
+    def _look(self, look: Call) -> None:
+        """Run a caller's function; its faults are the caller's, but for those that end the engine."""
+        if not look.future.set_running_or_notify_cancel():
+            return
+        try:
+            look.future.set_result(look.function(self._core_now))
+        except BaseException as error:
+            look.future.set_exception(error)
+            if isinstance(error, EngineBroken):
+                raise
+
+    def _take(self, message: Work) -> None:
         assert self._core is not None
         match message:
             case Submit(request, reply):
@@ -321,14 +324,6 @@ class Engine:
                     self._schedule(self._submitted(held))
             case Cancel(request_id, reason):
                 self._cancel(request_id, reason)
-            case Call(function, future):
-                if future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(function(self._core))
-                    except BaseException as error:  # belongs to the caller
-                        future.set_exception(error)
-                        if isinstance(error, EngineBroken):
-                            raise
             case StoreAnswer(result):
                 self._core.store.on_result(result)
             case Drain():

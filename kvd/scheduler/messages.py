@@ -66,7 +66,8 @@ class Stop:
     """End the thread."""
 
 
-Message = Submit | Cancel | Call | StoreAnswer | Drain | Stop
+Work = Submit | Cancel | StoreAnswer | Drain | Stop
+Message = Work | Call
 
 
 @dataclass(slots=True)

@@ -563,6 +563,27 @@ def test_a_call_returns_or_raises_to_its_caller(runner: Runner) -> None:
         runner.look(lambda core: 1 // 0)
 
 
+def test_callers_who_ask_without_end_do_not_keep_turns_from_running(runner: Runner) -> None:
+    """Look-ups that follow each other with no gap leave every step its time, and a cancellation acts (P34)."""
+    asked = threading.Event()
+    ended = threading.Event()
+
+    def ask_again(core: EngineCore) -> None:
+        asked.set()
+        if not ended.is_set():
+            runner.engine.call(ask_again)
+
+    runner.engine.call(ask_again)
+    assert asked.wait(WAIT_S)
+    try:
+        assert runner.turn("a", "one").result["durable"]
+        endless = runner.turn("b", text_of(40), max_tokens=4000, on_context_full="stop")
+        runner.cancel(endless)
+        assert isinstance(endless.error, Cancelled)
+    finally:
+        ended.set()
+
+
 def test_an_engine_that_cannot_go_on_dies_loudly(runner: Runner) -> None:
     """An answer of the store that makes no sense: everybody is answered, the daemon is told, latecomers too."""
     gate = Gate(runner.model)
