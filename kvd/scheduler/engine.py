@@ -1,11 +1,12 @@
 """The engine thread: the only one that touches the model, the pool and the agents. Others knock at its inbox.
 
-Theory of operation. The loop takes messages (requests, cancellations, answers of the swap thread; `kvd.scheduler.inbox`
-says how many), hands them to the pure `Scheduler`, answers some look-ups, and resumes each running request that can go on, up to its next wait. Then it runs one
-iteration of the model: of the steps that requests now wait for, all decode steps together or one prefill chunk, as the
-pure `IterationPlanner` says. With nothing to do it sleeps in the inbox. A long prefill chunk is the longest time it
-does not look. Who waits for the disk or for room holds up nobody else. Evictions and hints run beside all others, so
-that they can make room or fetch pages while other agents decode.
+Theory of operation. The loop takes messages (requests, cancellations, answers of the swap thread;
+`kvd.scheduler.inbox` says how many), hands them to the pure `Scheduler`, answers some look-ups, and resumes each
+running request that can go on, up to its next wait. Then it runs one iteration of the model: of the steps that
+requests now wait for, all decode steps together or one prefill chunk, as the pure `IterationPlanner` says. With
+nothing to do it sleeps in the inbox. A long prefill chunk is the longest time it does not look. Who waits for the disk
+or for room holds up nobody else. Evictions and hints run beside all others, so that they can make room or fetch pages
+while other agents decode.
 
 Faults. What a request does wrong, our bugs included, ends that request, and none that its step ran with. What a
 client's callbacks do wrong is logged. Anything else (an answer of the store that makes no sense,

@@ -4,8 +4,8 @@ Theory of operation. A client that has its answer may ask again at once, so with
 for long: an engine that took from it until it is would never run the model. One round takes what is there when it
 begins, and what comes meanwhile waits for the next. Requests, cancellations and answers of the store change books only,
 and cost little. Look-ups (`Call`) read all agents and pages, and one by itself may take as long as a step: they are set
-aside, and a round sees to as many as `LOOK_S` allows, to one at least, the first that came first. So look-ups take at most
-that much from each step, however many come, and a cancellation never stands behind them.
+aside, and a round sees to as many as `LOOK_S` allows, to one at least, in the order they came. So look-ups take no more
+than that from each step, however many come, and a cancellation never stands behind them.
 
 May import siblings.
 """
