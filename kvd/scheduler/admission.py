@@ -128,8 +128,11 @@ def reserve(
     )
 
 
-def refuse_pin_over_budget(core: EngineCore, agent: Agent) -> None:
+def refuse_pin_over_budget(core: EngineCore, agent: Agent) -> int:
     """A pin that leaves no room for anything else would stop the daemon: half of what is usable may be pinned.
+
+    Returns:
+        Bytes that will be pinned, those of other agents included.
 
     Raises:
         BudgetExceeded: with the figures; nothing changed.
@@ -146,6 +149,7 @@ def refuse_pin_over_budget(core: EngineCore, agent: Agent) -> None:
             pinned_bytes=pinned,
             limit_bytes=limit,
         )
+    return pinned + need
 
 
 def _pinned_pages(core: EngineCore, besides: Agent) -> dict[PageId, int]:

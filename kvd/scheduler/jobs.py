@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from kvd.errors import AgentExists, BudgetExceeded, Busy, InvalidParams
 from kvd.ids import AgentId
-from kvd.scheduler.admission import refuse_over_budget, refuse_pin_over_budget
+from kvd.scheduler.admission import refuse_over_budget, refuse_pin_over_budget, reserve
 from kvd.scheduler.agents import NOT_WRITTEN, Agent
 from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable, unsaved_others
 from kvd.scheduler.errors import NotDeleted
 from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.views import agent_info
-from kvd.scheduler.waiting import Stop, Wait, cut_held, until_written
+from kvd.scheduler.waiting import Stop, Wait, cut_held, until_in, until_written
 from kvd.store.records import RecordKind
 from kvd.vm.errors import SpaceInUse
 from kvd.vm.events import EvictionWanted, Pinned, PrefetchHinted, Unpinned
@@ -92,9 +92,16 @@ def _delete(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
 
 def _pin(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     agent = core.agents.get(request.ref)
-    refuse_pin_over_budget(core, agent)
-    core.memory.apply(Pinned(agent.branch.space))
-    agent.pinned = True
+    if not agent.pinned:
+        # turns that run were promised what they reserved, and one that made way for a pin might never fit beside it
+        reservation = reserve(core, agent.branch, refuse_pin_over_budget(core, agent), is_background=True)
+        try:
+            yield from until_in(core, reservation, stop)
+            refuse_pin_over_budget(core, agent)  # others may have been pinned meanwhile
+            core.memory.apply(Pinned(agent.branch.space))
+            agent.pinned = True
+        finally:
+            core.reservations.release(reservation)
     return (yield from _save_and_tell(core, agent, "turn", stop))
 
 

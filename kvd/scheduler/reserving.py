@@ -132,6 +132,13 @@ class Reservations:
         self._waiting.append(reservation)
         self._let_in()
 
+    def ask_more(self, reservation: Reservation, more_bytes: int) -> None:
+        """One that was let in and holds nothing yet turns out to need more: it is the next to be let in with that."""
+        self._remove(reservation)
+        reservation.reserved_bytes += more_bytes
+        self._waiting.insert(0, reservation)
+        self._let_in()
+
     def is_in(self, reservation: Reservation) -> bool:
         """Whether it was let in."""
         return reservation in self._held

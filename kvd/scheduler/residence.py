@@ -17,7 +17,7 @@ Owner: the engine thread. May import kvd.vm.events and siblings.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,6 +41,8 @@ class Residence:
         core: the engine's parts.
         state: request, cancellation, times.
         reservation: the turn's place, or its place in the line.
+        needed_bytes: what was reserved, but for copies: working set, and what other agents had pinned.
+        needs: the same as of now; raises BudgetExceeded when that is more than there can be.
 
     Attributes:
         is_active: its branch's pages are held in RAM.
@@ -49,6 +51,8 @@ class Residence:
     core: EngineCore
     state: TurnState
     reservation: Reservation
+    needed_bytes: int
+    needs: Callable[[], int]
     is_active: bool = field(default=False, init=False)
     _branch: Branch | None = field(default=None, init=False)
 
@@ -62,9 +66,10 @@ class Residence:
 
         Raises:
             Cancelled: the caller closes.
+            BudgetExceeded: meanwhile so much was pinned that it can never fit.
         """
         line = self.core.reservations
-        while not line.is_in(self.reservation):
+        while not line.is_in(self.reservation) or self._lacks_room_for_pins():
             yield lambda: line.is_in(self.reservation) or self.state.slot_wanted or self.state.stop() is not None
             raise_if_stopped(self.state.stop)
             if self.state.slot_wanted and not line.is_in(self.reservation):
@@ -151,6 +156,15 @@ class Residence:
         yield Parked(self.state.stop)
         raise_if_stopped(self.state.stop)
         self.core.reservations.ask_again(self.reservation)
+
+    def _lacks_room_for_pins(self) -> bool:
+        """Whether the turn, just let in, must wait again, since agents were pinned while it waited."""
+        more_bytes = self.needs() - self.needed_bytes
+        if more_bytes <= 0:
+            return False
+        self.needed_bytes += more_bytes
+        self.core.reservations.ask_more(self.reservation, more_bytes)
+        return not self.core.reservations.is_in(self.reservation)
 
     def _fault_in(self) -> Generator[Wait, None, list[str]]:
         """Make all that the next step needs resident; ends early when the place is wanted. Lost pages cut KV."""

@@ -28,7 +28,6 @@ from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.commit import Committed, Committing, commit
 from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
-from kvd.scheduler.reserving import Reservation
 from kvd.scheduler.residence import Residence
 from kvd.scheduler.sampling import Sampler
 from kvd.scheduler.waiting import Wait
@@ -126,7 +125,7 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
         plan = _plan(core, agent, request)
         state.request = replace(request, max_tokens=plan.max_tokens)
         state.is_shortened = plan.max_tokens < request.max_tokens
-        residence = state.residence = Residence(core, state, _reserve(core, plan, request))
+        residence = state.residence = _residence(core, agent, plan, state)
         try:
             began_s = core.clock()
             if not core.reservations.is_in(residence.reservation):
@@ -144,9 +143,16 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
 # ---- before anything changes ----------------------------------------------------------------------------------------
 
 
-def _reserve(core: EngineCore, plan: Plan, request: TurnRequest) -> Reservation:
-    is_background = request.priority == "background"
-    return reserve(core, plan.source, plan.needed_bytes, is_background=is_background, can_leave=True)
+def _residence(core: EngineCore, agent: Agent, plan: Plan, state: TurnState) -> Residence:
+    """Ask for the turn's place."""
+    is_background = state.request.priority == "background"
+    tokens = plan.match.keep_tokens + len(plan.ids) + plan.max_tokens
+
+    def needs() -> int:
+        return refuse_over_budget(core, agent, plan.source, tokens)
+
+    asked = reserve(core, plan.source, plan.needed_bytes, is_background=is_background, can_leave=True)
+    return Residence(core, state, asked, plan.needed_bytes, needs)
 
 
 def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:

@@ -174,3 +174,19 @@ def test_what_is_larger_than_all_is_let_in_alone() -> None:
     line.release(large)
     line.release(large)
     assert line.reserved_bytes == 0
+
+
+def test_who_needs_more_than_was_thought_is_next_with_that() -> None:
+    """Let in, and then told that it needs more: it holds nothing until that fits, and nobody overtakes it (P21)."""
+    all_of_it = Line()
+    line = all_of_it.line
+    first, asked, later = all_of_it.ask(60), all_of_it.ask(40), all_of_it.ask(10)
+    line.ask_more(asked, 10)
+    assert not line.is_in(asked)
+    assert (line.place(asked), line.place(later), line.reserved_bytes) == (1, 2, 60)
+    line.release(first)
+    assert line.is_in(asked)
+    assert line.is_in(later)
+    line.ask_more(asked, 10)
+    assert line.is_in(asked)
+    assert line.reserved_bytes == 70
