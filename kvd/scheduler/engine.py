@@ -55,6 +55,7 @@ from kvd.scheduler.state import (
     Finished,
     Preempt,
     Preempted,
+    Prioritise,
     RefuseBusy,
     RefuseDraining,
     Resume,
@@ -372,10 +373,10 @@ class Engine:
             match instruction:
                 case Start(request_id):
                     self._start(self._requests[request_id])
-                case Preempt(request_id, wanted):
-                    state = self._requests[request_id].state
-                    assert state is not None
-                    state.slot_wanted = wanted
+                case Preempt() | Prioritise():
+                    # one that has just been answered has not told the scheduler yet
+                    if (found := self._requests.get(instruction.request)) is not None:
+                        found.make_way(instruction)
                 case Resume(request_id):
                     held = self._running[request_id] = self._parked.pop(request_id)
                     assert isinstance(held.wait, Parked)
@@ -433,13 +434,13 @@ class Engine:
         self._core.stats.requests += not held.internal
         request_id = held.request.request_id
         self._answering.answer(request_id, result, error)
-        self._core.paging.ended(held.request, has_run=True, waits=self._waits)
+        self._core.paging.ended(held.request, has_run=held.has_held_pages, waits=self._waits)
         if self._check:
             self._core.pager.check_integrity()
         if self._running.pop(request_id, None) is not None:
             self._planner.forget(request_id)
             self._answering.note_typical(held)
-            self._keep_up(idle=not self._scheduler.queued and not self._running)
+            self._keep_up(idle=not self._scheduler.line and not self._running)
             self._schedule(Finished(request_id))
         else:
             self._beside.remove(held)
@@ -452,8 +453,9 @@ class Engine:
         self._schedule(Preempted(request_id))
 
     def _waits(self, ref: AgentRef) -> bool:
-        """Whether a request of the agent has not been answered yet."""
-        return any(ref in held.agents for held in self._requests.values())
+        """Whether a turn of the agent has not been answered yet."""
+        turns = (held.request for held in self._requests.values() if isinstance(held.request, TurnRequest))
+        return any(request.ref == ref for request in turns)
 
     def _tick(self) -> None:
         assert self._core is not None

@@ -14,6 +14,7 @@ from kvd.errors import KvdError
 from kvd.ids import AgentId, RequestId
 from kvd.ops.logs import RequestLine
 from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest, TurnResult
+from kvd.scheduler.state import Preempt, Prioritise
 from kvd.scheduler.turn import TurnState
 from kvd.scheduler.waiting import StepWanted, Wait
 from kvd.store.swap_ops import SwapResult
@@ -109,6 +110,16 @@ class HeldRequest:
         if self.state is not None:
             self.state.cancelled, self.state.cancel_reason = True, self.stop_reason
 
+    def make_way(self, instruction: Preempt | Prioritise) -> None:
+        """Do what the scheduler wants of a turn that has started; others have no slot or priority to lose."""
+        if self.state is None:
+            return
+        match instruction:
+            case Preempt(_, wanted):
+                self.state.slot_wanted = wanted
+            case Prioritise(_, priority):
+                self.state.prioritise(priority)
+
     def answer(self, result: object, error: KvdError | None) -> None:
         """Call `reply`, whose faults are the caller's to catch."""
         self.reply(result.to_wire() if isinstance(result, TurnResult) else result, error)
@@ -141,6 +152,12 @@ class HeldRequest:
     def step(self) -> StepWanted | None:
         """The step of the model it waits for, if it does."""
         return self.wait if isinstance(self.wait, StepWanted) and not self.wait() else None
+
+    @property
+    def has_held_pages(self) -> bool:
+        """It is a turn that got its place in RAM."""
+        residence = self.state.residence if self.state is not None else None
+        return residence is not None and residence.was_in
 
     @property
     def internal(self) -> bool:

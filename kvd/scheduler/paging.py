@@ -57,7 +57,13 @@ class Paging:
             self._predict()
 
     def ended(self, request: TurnRequest | JobRequest, *, has_run: bool, waits: Callable[[AgentRef], bool]) -> None:
-        """A request was answered, having run or not; `waits` says whether another one of an agent waits."""
+        """A request was answered.
+
+        Args:
+            request: it.
+            has_run: it held pages.
+            waits: whether another turn of an agent has not been answered.
+        """
         core = self._core
         agent = core.agents.known(request.ref)
         if agent is not None and isinstance(request, TurnRequest) and not waits(request.ref):

@@ -15,7 +15,8 @@ these alone stand between the first in line and its place, they are given up: th
 While the pool thrashes (`kvd.scheduler.thrashing`) two things change. No more requests are let in than its limit says.
 And agents that ran last, as many as fit together, are left to go on: a request of another one, whose pages would push
 theirs out, is *held back* while others hold pages, until it was overtaken `MAX_OVERTAKEN` times or has waited
-`MAX_HELD_TICKS` seconds; then it stands in line as before. When nobody holds anything somebody is let in at once.
+`MAX_HELD_TICKS` seconds; then it stands in line as before. An `interactive` request is held back for agents that ran
+interactively alone. When nobody holds anything somebody is let in at once.
 
 Owner: the engine thread. May import siblings.
 """
@@ -85,7 +86,7 @@ class Reservations:
         self._waiting: list[Reservation] = []
         self._held: list[Reservation] = []
         self._keeping: list[Reservation] = []
-        self._recent: dict[Hashable, int] = {}  # agents let in last and their bytes, the latest last
+        self._recent: dict[Hashable, Reservation] = {}  # of the agents let in last, the latest last
         self.changes = 0
 
     @property
@@ -147,7 +148,19 @@ class Reservations:
         """Its place in the line, 1 for the first; None when it does not wait."""
         if reservation not in self._waiting:
             return None
-        return sorted(self._waiting, key=_rank).index(reservation) + 1
+        return sorted(self._waiting, key=lambda each: (self._held_back(each), *_rank(each))).index(reservation) + 1
+
+    def prioritise(self, reservation: Reservation, *, is_background: bool) -> None:
+        """Its priority changed, wherever it stands."""
+        reservation.is_background = is_background
+        self._let_in()
+
+    def keep(self, reservation: Reservation) -> None:
+        """It ends while it is out: it stands in line no more, and what it keeps stays until `release`."""
+        reservation.give_up = None
+        if reservation in self._waiting:
+            self._waiting.remove(reservation)
+            self._let_in()
 
     def leave(self, reservation: Reservation, give_up: Callable[[], None] | None = None) -> None:
         """Give the place back, in RAM or in the line, to ask again later.
@@ -198,22 +211,35 @@ class Reservations:
         self.changes += 1
         self._seen_usable_bytes = self._usable_bytes()
         while (first := self._first()) is not None:
-            if self._held and not self._fits(first):
+            if not (self._fits(first) if self._held else self._make_kept_room(first)):
                 break
-            while not self._fits(first) and (others := [each for each in self._keeping if each is not first]):
-                give_up = others[-1].give_up
-                self._forget_kept(others[-1])
-                if give_up is not None:
-                    give_up()
-            for other in self._waiting[: self._waiting.index(first)]:
-                other.passed += 1
-            self._waiting.remove(first)
-            self._forget_kept(first)
-            self._held.append(first)
-            self._note_recent(first)
+            self._admit(first)
         wanted = self._wanted()
         for each in self._held:
             each.is_wanted = each in wanted
+
+    def _make_kept_room(self, first: Reservation) -> bool:
+        """Nobody holds anything: have given up what others keep; False when those who keep it end by themselves soon.
+
+        When nobody keeps anything either, the first is let in whatever it needs.
+        """
+        while not self._fits(first) and (others := [each for each in self._keeping if each is not first]):
+            given = next((each for each in reversed(others) if each.give_up is not None), None)
+            if given is None:
+                return False
+            give_up, given.give_up, given.kept_bytes = given.give_up, None, 0
+            self._keeping.remove(given)
+            assert give_up is not None
+            give_up()
+        return True
+
+    def _admit(self, first: Reservation) -> None:
+        for other in self._waiting[: self._waiting.index(first)]:
+            other.passed += 1
+        self._waiting.remove(first)
+        self._forget_kept(first)
+        self._held.append(first)
+        self._note_recent(first)
 
     def _first(self) -> Reservation | None:
         """Who is let in next; None when nobody waits, or all who do are held back."""
@@ -226,15 +252,17 @@ class Reservations:
             return False
         if each.passed >= MAX_OVERTAKEN or each.ticks >= MAX_HELD_TICKS:
             return False
-        return sum(self._recent.values()) + each.reserved_bytes > self._usable_bytes()
+        # pages of those in the background are theirs to take: it would be wrong to wait for whom it may preempt
+        spared = [other for other in self._recent.values() if each.is_background or not other.is_background]
+        return bool(spared) and sum(map(_bytes, (each, *spared))) > self._usable_bytes()
 
     def _note_recent(self, reservation: Reservation) -> None:
         """It runs now. Only agents that fit together can stay in RAM: those let in longest ago go."""
         if reservation.whose is None:
             return
         self._recent.pop(reservation.whose, None)
-        self._recent[reservation.whose] = reservation.reserved_bytes
-        while len(self._recent) > 1 and sum(self._recent.values()) > self._usable_bytes():
+        self._recent[reservation.whose] = reservation
+        while len(self._recent) > 1 and sum(map(_bytes, self._recent.values())) > self._usable_bytes():
             del self._recent[next(iter(self._recent))]
 
     def _fits(self, first: Reservation, without: tuple[Reservation, ...] = ()) -> bool:
@@ -266,6 +294,10 @@ class Reservations:
                 chosen.append(each)
         # when nobody is left who holds anything, the first in line is let in whatever it needs
         return tuple(chosen if self._fits(first, tuple(chosen)) or len(chosen) == len(self._held) else goes)
+
+
+def _bytes(reservation: Reservation) -> int:
+    return reservation.reserved_bytes
 
 
 def _rank(reservation: Reservation) -> tuple[bool, bool, bool]:

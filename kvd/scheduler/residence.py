@@ -46,6 +46,7 @@ class Residence:
 
     Attributes:
         is_active: its branch's pages are held in RAM.
+        was_in: it had its place at least once.
     """
 
     core: EngineCore
@@ -54,6 +55,7 @@ class Residence:
     needed_bytes: int
     needs: Callable[[], int]
     is_active: bool = field(default=False, init=False)
+    was_in: bool = field(default=False, init=False)
     _branch: Branch | None = field(default=None, init=False)
 
     @property
@@ -75,6 +77,7 @@ class Residence:
             if self.state.slot_wanted and not line.is_in(self.reservation):
                 line.leave(self.reservation)
                 yield from self._park()
+        self.was_in = True
 
     def activate(self, branch: Branch) -> Generator[Wait, None, list[str]]:
         """Hold a branch's pages from here on, and bring in those that the next step sees.
@@ -117,6 +120,10 @@ class Residence:
                 self.is_active = True
                 core.memory.apply(Activated(branch.space))
                 notes += yield from self._fault_in()
+        except BaseException:
+            # what it has is committed now, the open pages included: nobody may take them from under that
+            core.reservations.keep(self.reservation)
+            raise
         finally:
             state.times.away_s += core.clock() - began_s
             state.times.preempted_s += core.clock() - began_s - (state.times.swap_in_s - loaded_before_s)
@@ -143,6 +150,10 @@ class Residence:
             assert self._branch is not None
             self.is_active = False
             self.core.memory.apply(Deactivated(self._branch.space))
+
+    def prioritise(self, *, is_background: bool) -> None:
+        """Who may want the turn's place has changed."""
+        self.core.reservations.prioritise(self.reservation, is_background=is_background)
 
     def close(self) -> None:
         """The turn ended, however: the place goes to others."""

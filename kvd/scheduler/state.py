@@ -6,6 +6,11 @@ agent's line: the engine's own work, then whoever was passed over `MAX_PASSED` t
 `background`; between equals the client that was served longest ago, then the agent that was, then the order of arrival.
 So nobody waits for ever: a request is overtaken by a bounded number of later ones.
 
+Inheritance. Requests of one agent keep their order, so an `interactive` one may stand behind a `background` one of its
+agent. Whatever is ahead of it in that line, running or waiting, counts as interactive until it does so no more: others
+would otherwise hold it up, and through it the request that somebody waits for. The engine is told (`Prioritise`), since
+places in RAM go by priority, too. The engine's own work raises nobody.
+
 Preemption. While an `interactive` request could start but for a slot, a running `background` one, the last that
 started, is asked to give way. At its next step boundary it is `Preempted`: it leaves its slot and keeps its agents, so
 that nobody sees a turn half done, and is *parked*: it stands before all other background requests, and goes on, not
@@ -104,6 +109,14 @@ class Preempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Prioritise:
+    """A request that has started counts as this from here on: somebody came who waits for it, or waits no more."""
+
+    request: RequestId
+    priority: Priority
+
+
+@dataclass(frozen=True, slots=True)
 class TellQueued:
     """Tell the client its place in the queue (1 is next)."""
 
@@ -140,7 +153,9 @@ class RefuseDraining:
     request: RequestId
 
 
-SchedulerInstruction = Start | Resume | Preempt | TellQueued | StopRunning | DropQueued | RefuseBusy | RefuseDraining
+SchedulerInstruction = (
+    Start | Resume | Prioritise | Preempt | TellQueued | StopRunning | DropQueued | RefuseBusy | RefuseDraining
+)
 
 
 class Scheduler:
@@ -162,6 +177,8 @@ class Scheduler:
         self._parked: dict[RequestId, Submitted] = {}
         self._leaving: dict[RequestId, Submitted] = {}
         self._asked: set[RequestId] = set()
+        self._raised: frozenset[RequestId] = frozenset()  # background requests that count as interactive
+        self._told_raised: frozenset[RequestId] = frozenset()
         self._preemptions: dict[RequestId, int] = {}
         self._passed: dict[RequestId, int] = {}
         self._served: dict[tuple[str, Hashable], int] = {}
@@ -188,8 +205,7 @@ class Scheduler:
         """All that wait for a slot, in their places; preempted ones come before others of their priority."""
         waiting = [*self._parked.values(), *self._queue]
         return tuple(
-            entry.request
-            for entry in sorted(waiting, key=lambda each: (not each.first, each.priority != "interactive"))
+            entry.request for entry in sorted(waiting, key=lambda each: (not each.first, self._is_background(each)))
         )
 
     @property
@@ -245,7 +261,7 @@ class Scheduler:
         waiting = len(self._queue)
         if waiting > self._max_queued:
             self._queue.remove(entry)
-            return (*started, RefuseBusy(entry.request, waiting - 1), *self._ask_to_give_way())
+            return (*started, RefuseBusy(entry.request, waiting - 1), *self._start_next())
         return (*started, TellQueued(entry.request, self.line.index(entry.request) + 1))
 
     def _cancel(self, request: RequestId) -> tuple[SchedulerInstruction, ...]:
@@ -254,6 +270,7 @@ class Scheduler:
         if request in self._parked:
             # what is left to do is to commit, which takes no slot; until then its agents are its own
             self._leaving[request] = self._parked.pop(request)
+            self._passed.pop(request, None)
             return (StopRunning(request), *self._start_next())
         if request in self._leaving:
             return ()
@@ -268,6 +285,7 @@ class Scheduler:
 
     def _start_next(self) -> tuple[SchedulerInstruction, ...]:
         """Start what may start, one after the other, and ask for slots for what could."""
+        self._raise_who_is_waited_for()
         instructions: list[SchedulerInstruction] = []
         while len(self._running) < self.max_running:
             entry = min(self._heads(), key=self._rank, default=None)
@@ -275,15 +293,41 @@ class Scheduler:
                 break
             instructions.append(Resume(entry.request) if entry.request in self._parked else Start(entry.request))
             self._begin(entry)
-        return (*instructions, *self._ask_to_give_way())
+        return (*instructions, *self._tell_raised(), *self._ask_to_give_way())
+
+    def _raise_who_is_waited_for(self) -> None:
+        """See which background requests stand before an interactive one of their agents, be it through others."""
+        awaited: set[Hashable] = set()
+        raised: set[RequestId] = set()
+        ahead = (*self._leaving.values(), *self._running.values(), *self._parked.values(), *self._queue)
+        for entry in reversed(ahead):
+            if entry.first:
+                continue
+            if entry.priority == "background" and not awaited.isdisjoint(entry.agents):
+                raised.add(entry.request)
+            if entry.priority == "interactive" or entry.request in raised:
+                awaited.update(entry.agents)
+        self._raised = frozenset(raised)
+
+    def _tell_raised(self) -> Iterator[Prioritise]:
+        """What has changed for requests that have started."""
+        started = (*self._running, *self._parked)
+        raised = frozenset(request for request in started if request in self._raised)
+        for request in started:
+            if (request in raised) != (request in self._told_raised):
+                yield Prioritise(request, "interactive" if request in raised else "background")
+        self._told_raised = raised
+
+    def _is_background(self, entry: Submitted) -> bool:
+        return entry.priority == "background" and entry.request not in self._raised
 
     def _ask_to_give_way(self) -> tuple[Preempt, ...]:
         """Ask as many background requests as there are interactive ones that could start but for a slot."""
-        heads = [entry for entry in self._heads() if entry.priority == "interactive" and not entry.first]
+        heads = [entry for entry in self._heads() if not (self._is_background(entry) or entry.first)]
         able = [
             request
             for request, entry in reversed(self._running.items())
-            if entry.priority == "background" and self._preemptions.get(request, 0) < MAX_PREEMPTIONS
+            if self._is_background(entry) and self._preemptions.get(request, 0) < MAX_PREEMPTIONS
         ]
         # who was asked may be about to leave: it stays asked before others are
         able.sort(key=lambda request: request not in self._asked)
@@ -310,7 +354,7 @@ class Scheduler:
         return (
             not entry.first,
             not overdue,
-            entry.priority != "interactive" and not overdue,
+            self._is_background(entry) and not overdue,
             entry.request not in self._parked,
             0 if overdue else self._served.get(("client", entry.client), 0),
             0 if overdue else max(served, default=0),

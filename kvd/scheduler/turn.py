@@ -30,6 +30,7 @@ from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
 from kvd.scheduler.residence import Residence
 from kvd.scheduler.sampling import Sampler
+from kvd.scheduler.state import Priority
 from kvd.scheduler.waiting import Wait
 from kvd.vm.events import Pinned, Unpinned
 from kvd.vm.prefix import Match, StoredText, best_match
@@ -60,7 +61,8 @@ class TurnTimes:
 class TurnState:
     """What a running turn knows; the engine sets `cancelled` and `slot_wanted`, the turn all else.
 
-    `is_shortened`: the model's context has room for fewer new tokens than were asked for.
+    `is_shortened`: the model's context has room for fewer new tokens than were asked for. `is_background`: it makes way
+    for interactive turns, unless one of them waits for it.
     """
 
     request: TurnRequest
@@ -73,6 +75,17 @@ class TurnState:
     slot_wanted: bool = False
     preemptions: int = 0
     residence: Residence | None = None
+    is_background: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with the request's own priority."""
+        self.is_background = self.request.priority == "background"
+
+    def prioritise(self, priority: Priority) -> None:
+        """It counts as this from here on, for a place in RAM, too."""
+        self.is_background = priority == "background"
+        if self.residence is not None:
+            self.residence.prioritise(is_background=self.is_background)
 
     def note_swap_in(self, core: EngineCore, began_s: float) -> None:
         """The turn waited for pages from `began_s` until now."""
@@ -145,13 +158,12 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
 
 def _residence(core: EngineCore, agent: Agent, plan: Plan, state: TurnState) -> Residence:
     """Ask for the turn's place."""
-    is_background = state.request.priority == "background"
     tokens = plan.match.keep_tokens + len(plan.ids) + plan.max_tokens
 
     def needs() -> int:
         return refuse_over_budget(core, agent, plan.source, tokens)
 
-    asked = reserve(core, plan.source, plan.needed_bytes, is_background=is_background, can_leave=True)
+    asked = reserve(core, plan.source, plan.needed_bytes, is_background=state.is_background, can_leave=True)
     return Residence(core, state, asked, plan.needed_bytes, needs)
 
 

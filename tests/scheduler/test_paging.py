@@ -153,6 +153,36 @@ def test_a_turn_that_was_cancelled_in_the_queue_is_expected_no_more(make_runner:
     assert claim is None
 
 
+def test_jobs_that_wait_expect_no_pages(make_runner: Callable[..., Runner]) -> None:
+    """A turn that was cancelled in the queue before a job of its agent is expected no more once both are answered."""
+    runner = make_runner()
+    texts: dict[str, str] = {}
+    take_turns(runner, "a", 1, texts)
+    gate = Gate(runner.model)
+    running = runner.turn("b", "two", max_tokens=3)
+    assert gate.entered.wait(20)
+    queued, job = runner.turn("a", texts["a"]), runner.job("unpin", "a")
+    runner.cancel(queued)
+    gate.go_on.set()
+    for answer in (running, queued, job):
+        answer.wait()
+    claim = runner.look(lambda core: core.pager._spaces[core.agents.get(ref_of("a")).branch.space].use.hint)
+    assert claim is None
+
+
+def test_a_turn_that_was_refused_says_nothing_about_thrashing(make_runner: Callable[..., Runner]) -> None:
+    """Only turns that held pages lower the number of turns that may."""
+    runner = make_runner(max_batch=4)
+
+    def thrash(core: EngineCore) -> int:
+        core.thrashing.turn_ended(needed=LEAST_REFAULTS, refaults=LEAST_REFAULTS, together=4)
+        return core.thrashing.limit
+
+    assert runner.look(thrash) == 3
+    assert runner.turn("a", "").error.name == "invalid_params"
+    assert runner.look(lambda core: core.thrashing.limit) == 3
+
+
 def test_thrashing_is_noticed_told_and_everybody_is_answered(make_runner: Callable[..., Runner]) -> None:
     """Two agents with room for little more than one, nothing loaded ahead: `thrashing` until it is over."""
     runner = room_for(make_runner, 1.1, prefetch="off", max_batch=4, max_queued=64)

@@ -372,3 +372,100 @@ def test_a_turn_cancelled_anywhere_keeps_what_it_computed(make_world: Callable[.
         retry = world.generate(name, prompt, max_tokens=1).turn
         assert retry.cached_tokens >= min(computed, retry.prompt_tokens - 1), after
     assert {"swap-in", "durable", "done"} <= ends
+
+
+@pytest.mark.parametrize("cause", ["slot", "memory"])
+def test_a_turn_that_its_agents_next_one_waits_for_is_not_preempted(
+    make_runner: Callable[..., Runner], cause: str
+) -> None:
+    """P13: a nudge that the agent's own question waits for keeps slot and place; another agent's question comes after.
+
+    Once the question is cancelled the nudge gives way as before.
+    """
+    options = {"max_batch": 1} if cause == "slot" else {"max_batch": 4, "budget_bytes": TIGHT_BYTES}
+    runner = make_runner(**options)
+    question: list[Answer] = []
+
+    def ask() -> None:
+        question.append(runner.turn("slow", LONG, max_tokens=1))
+        runner.turn("quick", prose(700, "quick"), max_tokens=1)
+
+    slow = runner.turn("slow", LONG, max_tokens=12, priority="background", emit=Meddler("text", 3, ask))
+    assert slow.result["preemptions"] == 0
+    assert question[0].result["completion_tokens"] == 1
+    runner.answers[2].wait()
+    assert [line.agent for line in runner.lines[:1]] == ["slow"]
+
+    def take_back(event: Any) -> None:
+        meddler(event)
+        if meddler.of("text") == 6 and event["type"] == "text":
+            runner.cancel(question[-1])
+
+    runner.job("delete", "quick").wait()
+    meddler = Meddler("text", 3, ask)
+    slow = runner.turn("slow", LONG, max_tokens=40, priority="background", emit=take_back)
+    assert slow.result["preemptions"] == 1
+    assert isinstance(question[1].error, Cancelled)
+
+
+def test_a_turn_that_ends_instead_of_giving_way_may_be_told_otherwise(make_runner: Callable[..., Runner]) -> None:
+    """The engine goes on when it would tell a turn that has just been answered that its slot is not needed any more.
+
+    That happens when the one that needs it must wait, since the engine tries again to save that one's agent.
+    """
+    runner = make_runner(max_batch=1)
+    runner.fs.refuses = True
+    assert runner.turn("quick", "one", max_tokens=1).result["durable"] is False
+
+    def act() -> None:
+        runner.fs.refuses = False
+        upkeep = runner.engine._upkeep
+        assert upkeep is not None
+        upkeep._next_save_s = 0.0  # the next try is due
+        runner.turn("quick", "one", max_tokens=1)
+
+    slow = runner.turn("slow", "two", max_tokens=3, priority="background", emit=Meddler("usage", 1, act))
+    assert slow.result["preemptions"] == 0
+    assert runner.answers[-1].result["durable"] is True
+
+
+def go_on(world: World, work: Any, wait: Any) -> None:
+    """Resume a turn that waits, until it ends."""
+    while True:
+        if wait is None or wait():
+            wait = next(work)
+        else:
+            assert world.step_store()
+
+
+def test_what_a_cancelled_turn_commits_is_not_taken_from_it(make_world: Callable[..., World]) -> None:
+    """P34: cancelled while it is out, a turn commits its open page, although another one could use the room at once."""
+    world = make_world()
+    request = TurnRequest(RequestId(999), ref_of("a"), content(LONG), max_tokens=12, priority="background")
+    state = TurnState(request, 0.0)
+    work = run_turn(world.core, state)
+    wait: Any = None
+    while not isinstance(wait, Parked):
+        if isinstance(wait, StepWanted):
+            run_steps(world.core, [wait])
+            state.slot_wanted = world.agent("a").branch.computed > 902
+        if wait is None or wait():
+            wait = next(work)
+        else:
+            assert world.step_store()
+    line = world.core.reservations
+    assert line.kept_bytes > 0
+    state.cancelled = True
+    wait = next(work)
+    all_there_is = line.ask(world.core.pager.usable_bytes)
+    assert not line.is_in(all_there_is)
+    with pytest.raises(Cancelled) as ended:
+        go_on(world, work, wait)
+    assert line.is_in(all_there_is)
+    line.release(all_there_is)
+    computed = world.agent("a").branch.computed
+    assert computed % PAGE_TOKENS
+    assert ended.value.data["durable"] is True
+    world.crash()
+    assert world.agent("a").branch.computed == computed
+    world.check()

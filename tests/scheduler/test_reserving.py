@@ -96,6 +96,41 @@ def test_who_made_way_keeps_its_open_page_until_somebody_needs_it() -> None:
     assert line.line.is_in(behind)
 
 
+def test_what_is_being_committed_is_waited_for() -> None:
+    """P34: a request that ends while it is out stands in line no more, and keeps what it kept until it is released."""
+    line = Line()
+    slow, other = line.ask(40, background=True, tail=10), line.ask(40, background=True, tail=10)
+    first = line.ask(80)
+    for each in (other, slow):
+        line.leave(each)
+        line.line.ask_again(each)
+    assert line.line.is_in(first)
+    line.line.keep(slow)
+    assert line.line.place(slow) is None
+    line.line.release(first)
+    assert line.line.is_in(other)
+    line.line.release(other)
+    all_of_it = line.ask(95)
+    assert not line.line.is_in(all_of_it)
+    assert not line.given_up
+    line.line.release(slow)
+    assert line.line.is_in(all_of_it)
+
+
+def test_a_priority_may_change_in_line_and_in_place() -> None:
+    """What counts as interactive from now on is let in before others, and nobody wants its place."""
+    line = Line()
+    slow, behind = line.ask(60, background=True), line.ask(60, background=True)
+    line.ask(50)
+    assert slow.is_wanted
+    line.line.prioritise(slow, is_background=False)
+    assert not slow.is_wanted
+    line.line.prioritise(slow, is_background=True)
+    assert slow.is_wanted
+    line.line.prioritise(behind, is_background=False)
+    assert line.line.place(behind) == 1
+
+
 def test_a_smaller_budget_wants_places_of_anybody_but_one() -> None:
     """P21: background ones first, then the last let in; the oldest stays, so somebody gets on."""
     line = Line()

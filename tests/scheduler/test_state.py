@@ -18,6 +18,7 @@ from kvd.scheduler.state import (
     Finished,
     Preempt,
     Preempted,
+    Prioritise,
     Priority,
     RefuseBusy,
     RefuseDraining,
@@ -67,6 +68,7 @@ class Book:
         self.parked: set[int] = set()
         self.leaving: set[int] = set()
         self.preemptions: dict[int, int] = {}
+        self.raised: set[int] = set()
 
     def submit(
         self,
@@ -123,8 +125,13 @@ class Book:
                     assert request in self.running
                     assert (request in self.asked) != wanted
                     assert self.submitted[request].priority == "background"
+                    assert not wanted or request not in self.raised
                     assert not wanted or self.preemptions.get(request, 0) < MAX_PREEMPTIONS
                     (self.asked.add if wanted else self.asked.discard)(request)
+                case Prioritise(request, priority):
+                    assert request in self.running | self.parked
+                    assert (request in self.raised) != (priority == "interactive")
+                    (self.raised.add if priority == "interactive" else self.raised.discard)(request)
                 case DropQueued(request):
                     assert request not in self.started
                     self.ended.append(request)
@@ -145,9 +152,25 @@ class Book:
         assert len(self.running) <= self.max_running
         assert self.scheduler.counts == (len(self.running), len(self.scheduler.queued))
         assert set(self.scheduler.preempted) == self.parked
+        assert self.raised & (self.running | self.parked) == self.awaited & (self.running | self.parked)
         at_work = self.running or self.parked or self.leaving
         assert self.scheduler.is_idle == (not at_work and not self.scheduler.queued)
         assert len(self.asked) <= len(self.scheduler.line), "somebody gives way for nobody"
+
+    @property
+    def awaited(self) -> set[int]:
+        """Background requests that an interactive one of their agents waits for, be it through others."""
+        present = [self.submitted[n] for n in {*self.running, *self.parked, *self.leaving, *self.scheduler.queued}]
+        theirs = [each for each in present if not each.first]
+        urgent = {each.request for each in theirs if each.priority == "interactive"}
+        for _ in theirs:
+            urgent |= {
+                each.request
+                for each in theirs
+                for later in theirs
+                if later.request in urgent and later.request > each.request and {*each.agents} & {*later.agents}
+            }
+        return {int(request) for request in urgent if self.submitted[request].priority == "background"}
 
 
 @given(max_queued=st.integers(1, 5), max_running=st.integers(1, 3), actions=ACTIONS)
@@ -285,6 +308,7 @@ def test_a_background_request_gives_way_and_goes_on_before_others() -> None:
     book.submit("b")
     book.submit("e")
     assert book.asked == {1}, "what waits for a busy agent asks nobody"
+    book.drop(5)
     book.finish(4)
     assert book.running == {1, 6}
     assert not book.asked
@@ -292,6 +316,60 @@ def test_a_background_request_gives_way_and_goes_on_before_others() -> None:
     assert book.running == {2, 6}
     book.finish(6)
     assert book.running == {2, 3}
+
+
+def test_who_stands_before_an_interactive_request_of_its_agent_counts_as_interactive() -> None:
+    """P13: a nudge in the background that its own agent's question waits for is not put behind other agents' questions.
+
+    Running it gives way to nobody, preempted it goes on before them, and in the queue it asks others to give way.
+    """
+    book = Book(9, 1)
+    nudge = book.submit("a", priority="background")
+    book.submit("b")
+    assert book.asked == {nudge}
+    question = book.submit("a")
+    assert not book.asked
+    assert book.raised == {nudge}
+    book.drop(question)
+    assert book.asked == {nudge}
+    assert not book.raised
+    book.preempt(nudge)
+    question = book.submit("a")
+    book.submit("c")
+    assert book.raised == {nudge}
+    assert book.scheduler.line == (nudge, question, 5)
+    book.finish(2)
+    assert book.running == {nudge}
+    book.finish(nudge)
+    book.finish(*book.running)
+    book.finish(*book.running)
+    book.submit("d", priority="background")
+    waiting = book.submit("e", priority="background")
+    assert not book.asked
+    book.submit("e")
+    assert book.asked == {6}
+    book.preempt(6)
+    assert book.running == {waiting}
+
+
+def test_a_priority_goes_through_a_fork() -> None:
+    """A question to the copy waits for the fork, which waits for the nudge: all three are waited for."""
+    book = Book(9, 1)
+    book.submit("x")
+    nudge = book.submit("a", priority="background")
+    book.submit("a", "b", priority="background")
+    book.submit("c")
+    book.submit("b")
+    assert book.scheduler.line == (nudge, 3, 4, 5)
+
+
+def test_the_engines_own_work_raises_nobody() -> None:
+    """A save waits for the turn of its agent; nobody waits for the save."""
+    book = Book(9, 1)
+    slow = book.submit("a", priority="background")
+    book.submit("a", first=True)
+    book.submit("b")
+    assert book.asked == {slow}
 
 
 def test_a_request_that_needs_no_slot_any_more_asks_nobody() -> None:

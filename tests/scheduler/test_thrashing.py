@@ -113,6 +113,21 @@ def test_a_newcomer_waits_seconds_at_most_and_not_at_all_when_nobody_holds_anyth
     assert line.is_in(other)
 
 
+def test_an_interactive_newcomer_is_not_held_back_for_agents_in_the_background() -> None:
+    """It may take their places, so it does not wait for them to come back; one in the background does."""
+    thrashing = Thrashing(most=8)
+    line = Reservations(lambda: USABLE, thrashing)
+    running = {name: line.ask(40, whose=name, is_background=True, tail_bytes=1) for name in ("a", "b")}
+    thrash(thrashing, together=3)
+    line.release(running["b"])
+    later = line.ask(40, whose="c", is_background=True)
+    assert not line.is_in(later)
+    newcomer = line.ask(40, whose="d")
+    assert line.is_in(newcomer)
+    assert line.place(line.ask(40, whose="b", is_background=True)) == 1, "who is held back stands behind"
+    assert line.place(later) == 2
+
+
 @given(
     st.lists(
         st.one_of(
