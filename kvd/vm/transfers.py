@@ -156,15 +156,21 @@ class Transfers:
                 return
 
     def make_prefetch_room(self, want_bytes: int, use: SpaceUse) -> bool:
-        """Drop clean pages of spaces that are expected less than one with this use; True when `want_bytes` more fit."""
+        """Drop clean pages of spaces that are expected less than one with this use; True when `want_bytes` more fit.
+
+        When all of them together are too little none goes: a page that is not loaded is no reason to give up others.
+        """
         shortage_bytes = self._budget.shortage_bytes(want_bytes)
         if shortage_bytes <= 0:
             return True
+        victims: list[Page] = []
         for page in self._policy.order(self._spaces.values()):
             if page.droppable and all(other.claim < use.claim for other in page.needed_by):
-                self.evict(page)
+                victims.append(page)
                 shortage_bytes -= page.page_bytes
                 if shortage_bytes <= 0:
+                    for victim in victims:
+                        self.evict(victim)
                     return True
         return False
 

@@ -54,6 +54,21 @@ def test_a_prediction_takes_nothing_from_what_is_held_hinted_or_expected_sooner(
     assert desk.states(C) == ["evicted"] * 2
 
 
+def test_nothing_is_dropped_for_a_page_that_does_not_fit_all_the_same() -> None:
+    """An idle agent's small page is too little room for a predicted large one, so it stays."""
+    desk = Desk(10.5)
+    desk.send(ev.SpaceCreated(B, (3 * PAGE_BYTES,)))
+    assert desk.pager.usable_bytes == 4.5 * PAGE_BYTES
+    desk.turn(B, P)
+    idle(desk, A, pages=1)
+    idle(desk, C)
+    desk.send(ev.Activated(C))
+    assert (desk.states(A), desk.states(B)) == (["clean"], ["evicted"])
+    desk.send(ev.SpacesPredicted((B,)))
+    desk.settle()
+    assert (desk.states(A), desk.states(B)) == (["clean"], ["evicted"])
+
+
 def test_what_is_expected_is_evicted_last_and_of_that_the_latest_first() -> None:
     """A demand takes from idle spaces, then from the prediction that is furthest, then from who waits."""
     desk = Desk(8)
