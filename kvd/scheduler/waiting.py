@@ -141,11 +141,31 @@ def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop) -> Waiti
 
     Raises:
         Cancelled: `stop` said so.
-        Busy: RAM is full of what the disk has not taken.
+        Busy: RAM is full of what the disk has not taken, or of what others hold.
     """
-    progress, since_s = core.progress, core.clock()
     if core.pager.writes_fail:
         core.memory.apply(RetryWanted())  # room may depend on it
+    stuck = _stuck(core)
+    yield lambda: ready() or stop() is not None or stuck()
+    if ready():
+        return
+    raise_if_stopped(stop)
+    figures = core.pager.statistics()
+    if core.pager.writes_fail:
+        why = f"of what the disk has not taken yet; last failure: {core.memory.statistics.last_write_failure}"
+    else:
+        why = "of pages that others hold"
+    raise Busy(
+        f"memory is full {why}",
+        retry_after_s=STUCK_S,
+        dirty_bytes=figures.dirty_bytes,
+        budget_bytes=figures.budget_bytes,
+    )
+
+
+def _stuck(core: EngineCore) -> Callable[[], bool]:
+    """Whether nobody has got anywhere for `STUCK_S` and nothing is under way; asked again and again from now on."""
+    progress, since_s = core.progress, core.clock()
 
     def stuck() -> bool:
         nonlocal progress, since_s
@@ -154,17 +174,7 @@ def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop) -> Waiti
         # the figures walk all pages, so they are asked for only when time has passed
         return core.clock() - since_s > STUCK_S and core.pager.statistics().in_flight_bytes == 0
 
-    yield lambda: ready() or stop() is not None or stuck()
-    if ready():
-        return
-    raise_if_stopped(stop)
-    raise Busy(
-        "memory is full of what the disk has not taken yet; last failure: "
-        f"{core.memory.statistics.last_write_failure or 'none'}",
-        retry_after_s=STUCK_S,
-        dirty_bytes=core.pager.statistics().dirty_bytes,
-        budget_bytes=core.pager.statistics().budget_bytes,
-    )
+    return stuck
 
 
 def until_in(core: EngineCore, reservation: Reservation, stop: Stop) -> Waiting:
@@ -182,21 +192,30 @@ def until_in(core: EngineCore, reservation: Reservation, stop: Stop) -> Waiting:
 def apply_when_room(core: EngineCore, event: Event, stop: Stop) -> Waiting:
     """Apply an event that may need a frame for a copy (a cut inside a page), when there is room for it.
 
+    Where there is none, others have it: a transfer that ends gives it back, and so does a cut or fork of another
+    request, once it is in the log.
+
     Raises:
         Cancelled: `stop` said so; nothing changed.
-        NoRoomForCopy: nothing is under way that could make room; nothing changed.
+        NoRoomForCopy: nobody has got anywhere for `STUCK_S`; nothing changed.
     """
+    stuck = _stuck(core)
     while True:
         try:
             core.memory.apply(event)
         except NoRoomForCopy:
-            if core.pager.statistics().in_flight_bytes == 0:
+            if stuck():
                 raise
         else:
             return
-        answers = core.memory.statistics.answers
-        yield lambda seen=answers: core.memory.statistics.answers != seen or stop() is not None  # type: ignore[misc]
+        seen = _room_news(core)
+        yield lambda seen=seen: _room_news(core) != seen or stop() is not None or stuck()  # type: ignore[misc]
         raise_if_stopped(stop)
+
+
+def _room_news(core: EngineCore) -> tuple[int, int, int]:
+    """Changes when a transfer, a record or a request ended: there may be room for a copy that there was not."""
+    return core.memory.statistics.answers, core.stats.records_written, core.stats.requests
 
 
 def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Waiting:
