@@ -24,13 +24,14 @@ from kvd.model.probes import probes_for
 from kvd.model.registry import resolve
 from kvd.model.spec import CacheGroup, ModelCacheSpec
 from kvd.ops.device import Clamped, clamp_budget, clamp_quota, device_facts, device_limit
-from kvd.quant.spec import PageFormat, PageLayout
+from kvd.quant.spec import PAGE_TOKENS, PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
 from kvd.scheduler.batch_size import default_max_batch
-from kvd.scheduler.core import NUMERICS, EngineCore
+from kvd.scheduler.core import NUMERICS, EngineCore, domain_of
 from kvd.scheduler.memory import Memory
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.store_door import StoreDoor
+from kvd.scheduler.tracing import TraceWriter, open_trace
 from kvd.store.layout import DataFolder
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import RecoveryReport
@@ -38,6 +39,7 @@ from kvd.store.side_files import write_small_file
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_thread import SwapThread
 from kvd.vm.budget import FLIGHT_SHARE
+from kvd.vm.eviction import POLICIES
 from kvd.vm.pager import Pager
 
 MISSING_PAGES_NAMED = 10
@@ -69,6 +71,7 @@ class Assembly:
         """
         assert self.folder is not None
         settings = self._settings
+        trace = None if settings.trace is None else open_trace(settings.trace)
         limit_buffer_cache()
         loaded = load(resolve(settings.model, settings.model_dir))
         self.loaded = loaded
@@ -105,6 +108,7 @@ class Assembly:
             new_page_id=lambda: PageId(secrets.token_hex(16)),
             max_writes_in_flight=max_writes,
             max_loads_in_flight=max_loads,
+            policy=POLICIES[settings.eviction](),
             windows=[group.layer.window for group in loaded.spec.groups],
         )
         core_box: list[EngineCore] = []
@@ -135,6 +139,16 @@ class Assembly:
             log=self._log,
         )
         core_box.append(core)
+        if trace is not None:
+            memory.trace = TraceWriter(
+                trace,
+                pager=pager,
+                owner=lambda space: domain_of(core.owner(space)[0]),
+                windows=[group.layer.window for group in loaded.spec.groups],
+                page_tokens=PAGE_TOKENS,
+                clock=core.clock,
+                log=self._log,
+            )
         core.default_batch = _default_batch(core)
         self._notices += restore_agents(core, report)
         swap.start()

@@ -21,6 +21,7 @@ from kvd.config import (
     DEFAULT_BUDGET_BYTES,
     DEFAULT_MODEL,
     DEFAULT_QUOTA_BYTES,
+    EVICTION,
     MAX_BATCH,
     PREFETCH,
     SHARING,
@@ -226,6 +227,22 @@ def main() -> None:
     help="Load pages ahead: for turns that wait and agents likely to be next, for turns that wait, or not at all.",
 )
 @click.option(
+    "--eviction",
+    type=click.Choice(EVICTION),
+    envvar="KVD_EVICTION",
+    show_envvar=True,
+    default="lru",
+    show_default=True,
+    help="Whose pages go first: the least recently used agent's, or that whose next turn seems farthest (reuse).",
+)
+@click.option(
+    "--trace",
+    envvar="KVD_TRACE",
+    show_envvar=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write what agents do to pages there, without text or names, for `kvd bench eviction`.",
+)
+@click.option(
     "--drain-grace",
     "drain_grace_s",
     type=click.FloatRange(0),
@@ -273,6 +290,8 @@ def serve(
     max_batch: int | Literal["auto"],
     decode_share: float,
     prefetch: str,
+    eviction: str,
+    trace: Path | None,
     drain_grace_s: float,
     log_level: str,
     log_file: Path | None,
@@ -307,6 +326,8 @@ def serve(
             max_batch=max_batch,
             decode_share=decode_share,
             prefetch=prefetch,
+            eviction=eviction,
+            trace=Path(trace).expanduser().absolute() if trace else None,
             drain_grace_s=drain_grace_s,
             log_level=log_level,
             log_file=log_file,

@@ -21,6 +21,7 @@ SHARING = ("agent",)
 ATTENTION = ("auto", "metal", "cuda", "cpu", "mlx", "reference")
 """Backends of all machines; which of them this one has is known when mlx is there (`select_backend` refuses others)."""
 PREFETCH = ("predict", "hints", "off")
+EVICTION = ("lru", "reuse")
 MIN_BUDGET_BYTES = 1_000_000
 MAX_CHUNK_TOKENS = 512
 """What the scratch memory of a step is counted for (`ModelCacheSpec.scratch_bytes`)."""
@@ -57,6 +58,9 @@ class Settings:
         decode_share: part of the time that decode steps get at least while others prefill.
         prefetch: what is loaded before it is demanded: for turns that wait and for agents whose turn is likely to come
             (`predict`), for turns that wait (`hints`), nothing (`off`); clients may always ask for it.
+        eviction: whose pages go first when room is short: of the agent used least recently (`lru`), or of the one whose
+            next turn is estimated to be farthest away (`reuse`).
+        trace: what agents do to pages is written there, for `kvd bench eviction` (None: nowhere).
         drain_grace_s: how long a drain lets requests finish before it cancels them.
         log_level: of `LOG_LEVELS`.
         log_file: JSON lines go here (None: standard error).
@@ -77,6 +81,8 @@ class Settings:
     max_batch: int | Literal["auto"] = "auto"
     decode_share: float = 0.5
     prefetch: str = "predict"
+    eviction: str = "lru"
+    trace: Path | None = None
     drain_grace_s: float = 30.0
     log_level: str = "info"
     log_file: Path | None = None
@@ -87,6 +93,7 @@ class Settings:
         _one_of("attention", self.attention, ATTENTION)
         _one_of("sharing", self.sharing, SHARING)
         _one_of("prefetch", self.prefetch, PREFETCH)
+        _one_of("eviction", self.eviction, EVICTION)
         _one_of("log-level", self.log_level, LOG_LEVELS)
         _at_least("budget", self.budget_bytes, MIN_BUDGET_BYTES, "bytes")
         _at_least("quota", self.quota_bytes, MIN_BUDGET_BYTES, "bytes")

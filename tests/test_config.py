@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvd.attention.select import ATTENTION_CHOICES
-from kvd.config import ATTENTION, DEFAULT_BUDGET_BYTES, LOG_LEVELS, ConfigError, Settings
+from kvd.config import ATTENTION, DEFAULT_BUDGET_BYTES, EVICTION, LOG_LEVELS, ConfigError, Settings
 from kvd.ops.logs import LEVELS
 from kvd.quant.spec import NAMED_FORMATS
+from kvd.vm.eviction import POLICIES
 
 GOOD = Settings(data_dir=Path("/d"), socket=Path("/d/s"), model="m", model_dir=Path("/m"))
 
@@ -24,7 +25,8 @@ def test_the_defaults_are_valid_and_frozen() -> None:
 
 
 def test_allowed_values_are_those_of_the_packages_that_use_them() -> None:
-    """Every attention backend, named format and log level can be chosen, and nothing else; those of GPUs everywhere."""
+    """Every backend (those of GPUs everywhere), policy, named format and log level can be chosen, and nothing else."""
+    assert sorted(EVICTION) == sorted(POLICIES)
     assert {*ATTENTION_CHOICES, "metal", "cuda"} == set(ATTENTION)
     for name in ATTENTION:
         assert replace(GOOD, attention=name).attention == name
@@ -40,6 +42,7 @@ def test_allowed_values_are_those_of_the_packages_that_use_them() -> None:
         ({"attention": "cuda9"}, "attention must be one of auto, "),
         ({"sharing": "everybody"}, "sharing must be one of agent"),
         ({"prefetch": "always"}, "prefetch must be one of predict, hints, off, not 'always'"),
+        ({"eviction": "fifo"}, "eviction must be one of lru, reuse, not 'fifo'"),
         ({"log_level": "loud"}, "log-level must be one of debug, info, warning, error, not 'loud'"),
         ({"budget_bytes": 10}, "budget must be at least 1000000 bytes, not 10"),
         ({"budget_bytes": -1}, "budget must be at least"),

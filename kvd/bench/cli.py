@@ -16,6 +16,7 @@ from kvd.model.sources import DEFAULT_MODEL
 COMMANDS = {
     "attention": ("kvd.bench.attention", "attention"),
     "capacity": ("kvd.bench.capacity", "capacity"),
+    "eviction": ("kvd.bench.eviction", "eviction"),
     "ppl": ("kvd.bench.ppl", "ppl"),
     "serve": ("kvd.bench.serve", "serve"),
     "soak": ("kvd.bench.soak", "soak"),
@@ -43,7 +44,8 @@ class LazyGroup(click.Group):
 def bench() -> None:
     """Measure: speed over pages (attention), perplexity (ppl), time to first token (ttft), several agents (serve).
 
-    Count: bytes of an agent, and agents in a budget (capacity). Prove: that nothing is lost or leaks (soak).
+    Count: bytes of an agent, and agents in a budget (capacity); what eviction policies cost (eviction).
+    Prove: that nothing is lost or leaks (soak).
     """
 
 

@@ -10,8 +10,9 @@ carries out the pager's instructions, `messages` are what reaches the engine, `p
 waiting requests where they stand, `registry` finds agents, `requests` is what goes in and out, `residence` what a turn
 holds and gives back when preempted, `reserving` says who may be in RAM at once, `restore` brings recovered agents
 back, `sampling` chooses tokens, `service` has the RPC methods, `state` the pure scheduler, `steps` runs the model for
-all who wait for it, `stopping` stop strings, `store_door` the way to the swap thread, `turn` one turn from matching to
-commit, `upkeep` what the engine does for itself, `views` what clients may see, `waiting` how requests wait.
+all who wait for it, `stopping` stop strings, `store_door` the way to the swap thread, `tracing` writes down what
+agents do to pages, `turn` one turn from matching to commit, `upkeep` what the engine does for itself, `views` what
+clients may see, `waiting` how requests wait.
 
 May import kvd.errors, kvd.ids, kvd.vm, kvd.store, kvd.quant, kvd.model, kvd.attention (types), kvd.ops.footprint.
 """

@@ -438,4 +438,6 @@ class EngineCore:
 
     def close(self) -> None:
         """Finish what the swap thread has queued (the engine thread is ending)."""
+        if self.memory.trace is not None:
+            self.memory.trace.close()
         self.store.close()

@@ -18,6 +18,7 @@ from kvd.ids import Fingerprint, FrameId, GroupId, PageId, PageKey, SpaceId
 from kvd.quant.spec import PageLayout
 from kvd.scheduler.agents import page_runs
 from kvd.scheduler.errors import EngineBroken
+from kvd.scheduler.tracing import TraceWriter
 from kvd.store.errors import FormatUnknown, LogCorrupt, PageCorrupt, PageMissing
 from kvd.store.frame_pool import Frames
 from kvd.store.page_file import PageHeader
@@ -124,6 +125,7 @@ class Memory:
         on_event: told of faults for the log: (what, facts).
 
     Attributes:
+        trace: is shown every event that the pager took; None: nobody is.
         failed_writes: of pages that are not in swap for it: how often their write failed.
     """
 
@@ -141,6 +143,7 @@ class Memory:
         self.pager = pager
         self.pool = pool
         self.statistics = MemoryStatistics()
+        self.trace: TraceWriter | None = None
         self._swap = swap
         self._fingerprint = fingerprint
         self._numerics = numerics
@@ -203,6 +206,8 @@ class Memory:
             if isinstance(event, Tick):
                 self._read_refused()
             instructions = self.pager.handle(event)
+            if self.trace is not None:
+                self.trace.observe(event)
             if isinstance(event, TokensAppended) and any(event.keys):
                 self._learn_sealed(event.space)
             for instruction in instructions:

@@ -131,6 +131,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "shared_pages": pager.shared_pages,
         "behind_window_pages": pager.behind_window_pages,
         "behind_window_bytes": pager.behind_window_bytes,
+        "eviction": pager.eviction,
         "evictions": pager.evictions,
         "window_drops": pager.window_drops,
         "faults": pager.faults,

@@ -6,6 +6,7 @@
 - `demand` says what goes next, `prefetch` what is loaded before anybody demands it, `budget` counts bytes, `eviction`
   ranks victims, `transfers` starts loads and writes, `integrity` counts again; `window` says which pages a step sees.
 - `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content.
+- `trace` has the words for writing down what agents did, so that another policy can be asked the same.
 - `errors` says whose fault it was.
 
 May import kvd.ids, kvd.errors and kvd.quant.spec.
@@ -22,7 +23,7 @@ from kvd.vm.errors import (
     NotResident,
     SpaceInUse,
 )
-from kvd.vm.eviction import EvictionPolicy, LruPolicy
+from kvd.vm.eviction import POLICIES, EvictionPolicy, LruPolicy, ReusePolicy
 from kvd.vm.keys import KeyChain
 from kvd.vm.page import PageState
 from kvd.vm.pager import Pager
@@ -31,6 +32,7 @@ from kvd.vm.text import Span, SpanKind, TypedText
 from kvd.vm.views import PageView, Residency, SegmentView, Statistics, TailView
 
 __all__ = [
+    "POLICIES",
     "BrokenText",
     "Divergence",
     "EvictionPolicy",
@@ -47,6 +49,7 @@ __all__ = [
     "PageView",
     "Pager",
     "Residency",
+    "ReusePolicy",
     "SegmentView",
     "SpaceInUse",
     "Span",

@@ -93,6 +93,8 @@ class SpaceUse:
         evict_wanted: the user asked to evict it and nothing has used it since.
         hint: `queued` or `hint` while it is to be loaded ahead for a turn; None when it is not, or since it ran.
         predicted: how soon it is expected to run, 0 the soonest; None when it is not expected.
+        last_turn: the pager's turn clock (requests that started, of all spaces, from 1) when its last one did; 0: none.
+        gaps_turns: distances between its last three turns on that clock, older first; fewer when it had fewer.
         faults: sealed pages loaded since it was created, because it demanded them.
         absent_pages: mapped pages that a step needs and could not read now.
         stored_bytes: of these, bytes of pages that can be loaded (EVICTED, STASHED).
@@ -109,6 +111,8 @@ class SpaceUse:
     evict_wanted: bool = False
     hint: PrefetchReason | None = None
     predicted: int | None = None
+    last_turn: int = 0
+    gaps_turns: tuple[int, ...] = ()
     faults: int = 0
     absent_pages: int = 0
     stored_bytes: int = 0
@@ -129,13 +133,18 @@ class SpaceUse:
         return (0, 0) if self.predicted is None else (1, -self.predicted)
 
     @property
-    def eviction_rank(self) -> tuple[int, int, int]:
-        """Pages of the space with the least rank are evicted first.
+    def eviction_claim(self) -> tuple[int, int]:
+        """As `claim`, for evictions: pages of the space with the least claim go first, whatever the policy.
 
         A client's hint counts as a use and no more: nobody says that the turn it was for will ever come.
         """
-        claim = (0, 0) if self.hint == "hint" and self.predicted is None else self.claim
-        return (*claim, self.last_used)
+        return (0, 0) if self.hint == "hint" and self.predicted is None else self.claim
+
+    def began(self, turn: int) -> None:
+        """A request starts on the space, at this turn of the pager's turn clock."""
+        if self.last_turn:
+            self.gaps_turns = (*self.gaps_turns[-1:], turn - self.last_turn)
+        self.last_turn = turn
 
 
 @dataclass(slots=True, eq=False)

@@ -71,11 +71,13 @@ class Pager:
         self._budget = Budget(budget_bytes, max_transfers=max_writes_in_flight + max_loads_in_flight)
         self._table = PageTable(self._budget)
         self._spaces: dict[SpaceId, AddressSpace] = {}
+        self._policy = policy if policy is not None else LruPolicy()
+        self._turns = 0
         self._out: list[ev.Instruction] = []
         self._transfers = Transfers(
             self._table,
             self._spaces,
-            policy if policy is not None else LruPolicy(),
+            self._policy,
             self._out.append,
             max_writes_in_flight=max_writes_in_flight,
             max_loads_in_flight=max_loads_in_flight,
@@ -147,6 +149,11 @@ class Pager:
         """Number of the first page that the space's next step sees; the pages before it are behind the window."""
         return self._space(space).segments[group].first_page
 
+    @property
+    def spaces(self) -> tuple[AddressSpace, ...]:
+        """All spaces, for whoever wants to look at them; changing one is the pager's alone."""
+        return tuple(self._spaces.values())
+
     def tokens(self, space: SpaceId) -> int:
         """Tokens of the space that have KV."""
         return self._space(space).tokens
@@ -179,6 +186,7 @@ class Pager:
             waiting_spaces=self._demand.waiting_spaces,
             counters=self._transfers.counters,
             prefetched=self._transfers.ledger.figures,
+            eviction=self._policy.name,
         )
 
     def check_integrity(self) -> None:
@@ -291,6 +299,8 @@ class Pager:
         found.use.active = True
         self._expected.withdraw(found)
         self._use(found)
+        self._turns += 1
+        found.use.began(self._turns)
         self._transfers.counters.demanded += sum(1 for _ in found.needed())
         self._demand_all(found)
 

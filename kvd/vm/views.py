@@ -147,6 +147,7 @@ class Statistics:
         writes: pages handed to swap, since start.
         failed_writes: writes that failed, since start.
         failed_loads: loads that failed, since start.
+        eviction: name of the policy that ranks victims.
     """
 
     budget_bytes: int
@@ -173,6 +174,7 @@ class Statistics:
     writes: int
     failed_writes: int
     failed_loads: int
+    eviction: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +259,7 @@ def view_statistics(
     waiting_spaces: int,
     counters: Counters,
     prefetched: Mapping[PrefetchReason, PrefetchFigures],
+    eviction: str,
 ) -> Statistics:
     """Picture of the whole pager; walks all pages."""
     pages = {str(state): 0 for state in PageState if state is not PageState.RELEASED}
@@ -295,4 +298,5 @@ def view_statistics(
         writes=counters.writes,
         failed_writes=counters.failed_writes,
         failed_loads=counters.failed_loads,
+        eviction=eviction,
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvd.ids import FrameId, PageId, SpaceId
 from kvd.vm import events as ev
+from kvd.vm.address_space import AddressSpace
+from kvd.vm.eviction import EvictionPolicy
+from kvd.vm.page import Page, PageState
 
 PAGE_TOKENS = 4
 
@@ -74,3 +78,37 @@ class Machine:
     def _new_frame(self, frame: FrameId) -> None:
         assert frame not in self.frames, "a frame is handed out twice"
         self.frames[frame] = []
+
+
+class Watched:
+    """A policy whose order is held to the laws of all policies, as far as the pager asks for it."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.name = policy.name
+
+    def order(self, spaces: Iterable[AddressSpace]) -> Iterator[Page]:
+        """Nothing that is held, nothing twice; of private pages of one kind and space the tail end first."""
+        everything = list(spaces)
+        places = {
+            page.page_id: (space.space, number)
+            for space in everything
+            for number, page in enumerate(space.pages_tail_first())
+            if len(page.users) == 1
+        }
+        seen: set[PageId] = set()
+        last: dict[tuple[SpaceId, bool], int] = {}
+        for page in self.policy.order(everything):
+            assert page.page_id not in seen
+            seen.add(page.page_id)
+            assert not page.held
+            assert page.needed_by, "what nobody sees goes by itself"
+            is_dirty = not page.droppable
+            if is_dirty:
+                assert page.state in (PageState.SEALED_DIRTY, PageState.WRITING)
+            if page.page_id in places:
+                space, number = places[page.page_id]
+                assert number > last.get((space, is_dirty), -1), "the tail goes before the head"
+                assert is_dirty or (space, True) not in last, "clean goes before dirty"
+                last[space, is_dirty] = number
+            yield page

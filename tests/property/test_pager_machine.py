@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvd.ids import GroupId, PageId, PageKey, SpaceId
 from kvd.vm import events as ev
 from kvd.vm.errors import NoRoomForCopy, NotResident, SpaceInUse
+from kvd.vm.eviction import POLICIES
 from kvd.vm.pager import Pager
-from tests.property.paging_model import PAGE_TOKENS, Machine, Model, Token
+from tests.property.paging_model import PAGE_TOKENS, Machine, Model, Token, Watched
 
 MAX_SPACES = 6
 
@@ -110,6 +111,7 @@ class PagerMachine(RuleBasedStateMachine):
         loads=st.integers(1, 3),
         first_tokens=st.lists(st.integers(1, 18), min_size=2, max_size=4),
         windows=st.lists(st.sampled_from([None, 1, 3, 4, 5, 9]), min_size=3, max_size=3),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
         self,
@@ -119,8 +121,9 @@ class PagerMachine(RuleBasedStateMachine):
         loads: int,
         first_tokens: list[int],
         windows: list[int | None],
+        policy: str,
     ) -> None:
-        """A pager of some pages, groups that see everything or a window, and spaces with a turn behind them."""
+        """A pager of some pages and any policy, groups that see everything or a window, spaces with a turn behind."""
         self.group_count = group_count
         self.windows = windows[:group_count]
         self.pager = Pager(
@@ -130,6 +133,7 @@ class PagerMachine(RuleBasedStateMachine):
             max_writes_in_flight=writes,
             max_loads_in_flight=loads,
             page_tokens=PAGE_TOKENS,
+            policy=Watched(POLICIES[policy]()),
             windows=self.windows,
         )
         self.wanted: dict[SpaceId, int] = {}

@@ -6,6 +6,7 @@ from itertools import count
 
 from kvd.ids import PageId, PageKey, SpaceId
 from kvd.vm import events as ev
+from kvd.vm.eviction import POLICIES
 from kvd.vm.pager import Pager
 
 P = 4
@@ -24,6 +25,7 @@ class Desk:
         writes: int = 2,
         loads: int = 4,
         windows: tuple[int | None, ...] | None = None,
+        policy: str = "lru",
     ) -> None:
         self.groups = groups
         numbers = count(1)
@@ -35,6 +37,7 @@ class Desk:
             max_loads_in_flight=loads,
             page_tokens=P,
             windows=windows,
+            policy=POLICIES[policy](),
         )
         self.writes: list[PageId] = []
         self.loads: list[PageId] = []
