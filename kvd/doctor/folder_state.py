@@ -276,6 +276,8 @@ def _kind(parts: tuple[str, ...], file_type: str) -> Kind:
     match parts:
         case (name,) if name in _ROOT_FILES:
             return "own"
+        case ("exports", name) if re.fullmatch("[0-9a-f]{12}", name):
+            return "own"
         case ("conditioning", name) if _CONSTANTS.fullmatch(name):
             return "constants"
         case (fingerprint, *rest) if _FINGERPRINT.fullmatch(fingerprint):
@@ -296,7 +298,7 @@ def _model_file_kind(parts: list[str]) -> Kind:
 
 def _folder_kind(parts: tuple[str, ...]) -> Kind:
     match parts:
-        case () | ("conditioning",):
+        case () | ("conditioning",) | ("exports",):
             return "own"
         case (fingerprint, *rest) if _FINGERPRINT.fullmatch(fingerprint):
             match rest:

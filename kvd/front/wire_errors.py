@@ -14,6 +14,9 @@ from kvd_client.wire import CODES, ErrorObject
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "agent_file_foreign": "unsupported",
+        "agent_file_invalid": "invalid_request",
+        "agent_file_too_new": "unsupported",
         "backend_unavailable": "config_error",
         "conditioning_damaged": "storage_error",
         "data_folder_locked": "storage_error",
@@ -23,6 +26,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "digest_mismatch": "model_error",
         "disk": "storage_error",
         "download_failed": "model_error",
+        "file": "environment",
+        "file_refused": "invalid_request",
         "log_corrupt": "storage_error",
         "log_unreadable": "storage_error",
         "log_damaged": "storage_error",

@@ -13,6 +13,7 @@ On disk, bytes in and bytes out, no arrays; in the order of dependence:
 - `records`, `record_codec`: the delta log's record, and it as msgpack; import kvd.ids, kvd.vm.text.
 - `page_file`, `swap_dir`: a page as canonical safetensors bytes, and the folder of them; import kvd.quant.spec.
 - `agent_log`: framed, chained, append-only logs; imports fs, record_codec.
+- `agent_file`, `agent_file_io`: an exported agent as one safetensors file, written and read in steps; import page_file.
 - `agent_image`, `snapshot`: an agent from its records, and back (pure); import records, kvd.quant.spec.
 - `catalog`, `catalog_keeper`: the SQLite catalog, which is derived state; import page_file.
 - `recovery_report`, `recovery`: from a folder in any state to agents; import all of the above.

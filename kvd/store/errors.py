@@ -1,6 +1,7 @@
 """What can go wrong with kvd's durable state, split by fault.
 
     EnvironmentFault
+    ├── FileFault            a system call failed on a file outside the data folder
     ├── DiskFault            a system call failed (full, read-only, I/O error); `errno`, `path`
     │   └── LogUnreadable    the disk refused to read the agent's log at start; it is kept as it is
     ├── QuotaExceeded        the write would pass the disk quota; both figures
@@ -13,6 +14,11 @@
     ├── LogCorrupt           a log's tail fragment no longer has its checksum
     └── LogVanished          the log is shorter than what was committed, or gone
         └── LogDamaged       the log is there, but a replay would not get through it
+    CallerError
+    ├── FilePathRefused      a path for an export or import cannot be used
+    ├── AgentFileInvalid     not an exported agent, or a damaged one
+    ├── AgentFileTooNew      exported by a newer kvd; both versions
+    └── AgentFileForeign     of another model, arithmetic or page format
     InternalError
     ├── RecordInvalid        a record cannot be encoded, decoded or applied to its agent
     ├── PageNotDurable       a record names pages whose files are not durable; nothing was written
@@ -27,7 +33,7 @@ from __future__ import annotations
 import errno as errno_names
 import os
 
-from kvd.errors import EnvironmentFault, InternalError
+from kvd.errors import CallerError, EnvironmentFault, InternalError
 
 
 class DiskFault(EnvironmentFault):
@@ -43,6 +49,69 @@ class DiskFault(EnvironmentFault):
             path=path,
             errno=code,
             errno_name=errno_names.errorcode.get(code, ""),
+        )
+
+
+class FileFault(EnvironmentFault):
+    """A system call on an export's or import's file failed. No file was left, no agent was made."""
+
+    name = "file"
+
+    def __init__(self, path: str, error: OSError) -> None:
+        code = error.errno or 0
+        reason = os.strerror(code) if code else str(error)
+        super().__init__(
+            f"{path} cannot be read or written: {reason}. Check its disk, or use another one.",
+            path=path,
+            errno=code,
+            errno_name=errno_names.errorcode.get(code, ""),
+        )
+
+
+class FilePathRefused(CallerError):
+    """What is at the path of an export or import, or is not there, makes it useless; nothing was touched."""
+
+    name = "file_refused"
+
+    def __init__(self, *, path: str, reason: str, exists: bool = False) -> None:
+        super().__init__(f"{path} cannot be used: {reason}.", path=path, reason=reason, exists=exists)
+
+
+class AgentFileInvalid(CallerError):
+    """The file is not an exported agent, or not as it was written. Nothing of it was used."""
+
+    name = "agent_file_invalid"
+
+    def __init__(self, *, path: str, reason: str) -> None:
+        super().__init__(f"{path} is no exported agent that can be used: {reason}.", path=path, reason=reason)
+
+
+class AgentFileTooNew(CallerError):
+    """A newer kvd exported the agent. Nothing of it was used."""
+
+    name = "agent_file_too_new"
+
+    def __init__(self, *, path: str, found: int, supported: int) -> None:
+        super().__init__(
+            f"{path} has version {found}; this kvd reads up to {supported}. Upgrade kvd.",
+            path=path,
+            found=found,
+            supported=supported,
+        )
+
+
+class AgentFileForeign(CallerError):
+    """The agent was computed by another model or arithmetic, or in a page format that is not known here."""
+
+    name = "agent_file_foreign"
+
+    def __init__(self, *, path: str, what: str, found: str, here: str) -> None:
+        super().__init__(
+            f"{path} was exported with {what} {found}; this daemon has {here}. Its KV cannot be used here.",
+            path=path,
+            what=what,
+            found=found,
+            here=here,
         )
 
 

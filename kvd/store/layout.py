@@ -2,6 +2,7 @@
 
     <root>/VERSION                                         format number
     <root>/daemon.lock                                     flock; text: pid of the owner
+    <root>/exports/                                        notes of exports under way: where the unfinished file is
     <root>/<fingerprint>/swap/<xx>/<page id>.safetensors   xx: the page id's first two digits
     <root>/<fingerprint>/agents/<name digest>.log          blake2b-128 of namespace NUL agent
     <root>/<fingerprint>/quarantine/                       what was found bad, never served
@@ -141,6 +142,10 @@ class DataFolder:
     def quarantine_folder(self, fingerprint: str) -> Path:
         """Where bad files are put aside."""
         return self.model_folder(fingerprint) / "quarantine"
+
+    def exports_folder(self) -> Path:
+        """Where notes of exports under way are: each holds the path of a file that is not complete."""
+        return self.root / "exports"
 
     def catalog_path(self, fingerprint: str) -> Path:
         """The SQLite catalog."""

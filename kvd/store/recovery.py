@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from kvd.ids import PageId
+from kvd.store.agent_file_io import remove_unfinished
 from kvd.store.agent_image import AgentImage, Layouts, apply
 from kvd.store.agent_log import LogScan, log_seed, scan_log
 from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, CatalogContents, PageRow, open_catalog
@@ -247,9 +248,15 @@ class _Recovery:
         for path in scan.temp_files:
             self._remove_temp(path)
         self.foreign += [str(path.relative_to(self.folder.root)) for path in scan.foreign_files]
+        self.temp_files += remove_unfinished(self.fs, self.folder.exports_folder(), dry_run=self.dry_run)
         root = self.folder.root
         ours_in_root = (".VERSION.", ".CACHEDIR.TAG.", ".engine.json.")
-        for folder, ours in ((self.quarantine, ("",)), (root / "conditioning", ("",)), (root, ours_in_root)):
+        for folder, ours in (
+            (self.quarantine, ("",)),
+            (root / "conditioning", ("",)),
+            (self.folder.exports_folder(), ("",)),
+            (root, ours_in_root),
+        ):
             with contextlib.suppress(FileNotFoundError):
                 for name in self.fs.listdir(folder):
                     if is_temp_name(name) and name.startswith(ours):

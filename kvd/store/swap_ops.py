@@ -10,12 +10,16 @@ May import kvd.errors, kvd.quant.spec and siblings of kvd.store.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvd.errors import KvdError
 from kvd.ids import PageId
 from kvd.quant.spec import PageLayout
 from kvd.store.agent_image import AgentImage
+from kvd.store.fs import FileSystem
+from kvd.store.layout import DataFolder
 from kvd.store.page_file import PageHeader
 from kvd.store.records import AgentRecord
 
@@ -99,6 +103,46 @@ class FlushOp:
     event: threading.Event
 
 
+class StoreHands(Protocol):
+    """What a `FileStepOp` may do, on the swap thread."""
+
+    @property
+    def fs(self) -> FileSystem:
+        """The disk; what passes is counted."""
+
+    @property
+    def folder(self) -> DataFolder:
+        """The data folder."""
+
+    def admit(self, wanted_bytes: int) -> None:
+        """Raise QuotaExceeded unless that many bytes of pages may be written."""
+
+    def read_page(self, expected: PageHeader, layout: PageLayout) -> memoryview:
+        """As `ReadPageOp`."""
+
+    def read_tail(self, namespace: str, agent: str, branch: int, group: int) -> bytes:
+        """As `ReadTailOp`."""
+
+    def write_page(self, header: PageHeader, layout: PageLayout, payload: bytes) -> None:
+        """As `WritePageOp`."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FileStepOp:
+    """One step of an export or import; `SwapResult.value` has what it returned.
+
+    A step moves a page or a few megabytes, so that others' reads and commits come in between. It runs like a read,
+    ahead of what is queued: it must not depend on anything that has not been answered.
+
+    Attributes:
+        step: what to do; its OSErrors become FileFault.
+        path: the file outside the data folder, for messages.
+    """
+
+    step: Callable[[StoreHands], object]
+    path: str
+
+
 @dataclass(frozen=True, slots=True)
 class SwapBroken:
     """Nobody asks for this: the thread ended through a bug of its own. Its answer is the last one there will be."""
@@ -106,7 +150,17 @@ class SwapBroken:
     reason: str
 
 
-SwapOp = WritePageOp | ReadPageOp | AppendRecordOp | CompactLogOp | DeletePageOp | DeleteLogOp | ReadTailOp | FlushOp
+SwapOp = (
+    WritePageOp
+    | ReadPageOp
+    | AppendRecordOp
+    | CompactLogOp
+    | DeletePageOp
+    | DeleteLogOp
+    | ReadTailOp
+    | FlushOp
+    | FileStepOp
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +176,7 @@ class SwapResult:
         payload: page (a view into its file's bytes) or tail, for reads that succeeded.
         image: the agent afterwards, for records and compactions that succeeded.
         facts: what else happened and belongs into the log (quarantined files, recreated folders, a new catalog).
+        value: what a `FileStepOp` returned.
     """
 
     op: SwapOp | SwapBroken
@@ -132,6 +187,7 @@ class SwapResult:
     payload: bytes | memoryview | None = None
     image: AgentImage | None = None
     facts: tuple[str, ...] = ()
+    value: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +239,11 @@ __all__ = [
     "CompactLogOp",
     "DeleteLogOp",
     "DeletePageOp",
+    "FileStepOp",
     "FlushOp",
     "ReadPageOp",
     "ReadTailOp",
+    "StoreHands",
     "SwapBroken",
     "SwapOp",
     "SwapResult",

@@ -6,22 +6,24 @@ dropped in one transaction and the files follow its commit (`idle`, or before an
 disk ends the store: each becomes the typed error of one result, and what was durable stays so. A folder that somebody
 removed is made again; what was in it is forgotten, so that nobody relies on it.
 
-May import kvd.errors, kvd.ids and siblings of kvd.store.
+May import kvd.errors, kvd.ids, kvd.quant.spec and siblings of kvd.store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from kvd.errors import InternalError, KvdError
 from kvd.ids import PageId
+from kvd.quant.spec import PageLayout
 from kvd.store.agent_image import AgentImage, Layouts
 from kvd.store.catalog import AgentRow
 from kvd.store.catalog_keeper import CatalogKeeper
 from kvd.store.disk_usage import DiskUsage, log_reserve_bytes
-from kvd.store.errors import DiskFault, LogVanished, PageCorrupt, PageMissing, PageReferenced
+from kvd.store.errors import DiskFault, FileFault, LogVanished, PageCorrupt, PageMissing, PageReferenced
 from kvd.store.fs import FileSystem
 from kvd.store.fs_meter import MeteredFileSystem
 from kvd.store.layout import DataFolder
@@ -34,6 +36,7 @@ from kvd.store.swap_ops import (
     CompactLogOp,
     DeleteLogOp,
     DeletePageOp,
+    FileStepOp,
     FlushOp,
     ReadPageOp,
     ReadTailOp,
@@ -47,6 +50,7 @@ _DOOMED_PAGES: Final = 256
 """Deleted pages whose files may wait for one common commit of their rows."""
 
 T = TypeVar("T")
+OpT = TypeVar("OpT", bound=SwapOp)
 
 
 class SwapStore:
@@ -105,7 +109,10 @@ class SwapStore:
         except KvdError as fault:
             error = fault
         except OSError as fault:
-            error = DiskFault(_doing(op), str(fault.filename or self._folder.root), fault)
+            if isinstance(op, FileStepOp):
+                error = FileFault(op.path, fault)
+            else:
+                error = DiskFault(_doing(op), str(fault.filename or self._folder.root), fault)
         except Exception as fault:
             error = InternalError(f"{_doing(op)} failed: {fault!r}")
         if error is not None and isinstance(op, WritePageOp | AppendRecordOp | CompactLogOp):
@@ -121,6 +128,7 @@ class SwapStore:
             payload=done.payload,
             image=done.image,
             facts=facts,
+            value=done.value,
         )
 
     def idle(self) -> None:
@@ -164,6 +172,45 @@ class SwapStore:
             quota_bytes=self._usage.quota_bytes,
         )
 
+    # ---- what steps of exports and imports may do (`StoreHands`) ----------------------------------------------------
+
+    @property
+    def fs(self) -> FileSystem:
+        """The disk; what passes is counted."""
+        return self._fs
+
+    @property
+    def folder(self) -> DataFolder:
+        """The data folder."""
+        return self._folder
+
+    def admit(self, wanted_bytes: int) -> None:
+        """Raise QuotaExceeded unless that many bytes of pages may be written."""
+        self._admit(wanted_bytes, kept_bytes=log_reserve_bytes(self._usage.quota_bytes))
+
+    def read_page(self, expected: PageHeader, layout: PageLayout) -> memoryview:
+        """As `ReadPageOp`; a disk that refuses is a DiskFault."""
+        with self._faults_of(ReadPageOp(expected, layout)) as op:
+            return self._read_page(op)
+
+    def read_tail(self, namespace: str, agent: str, branch: int, group: int) -> bytes:
+        """As `ReadTailOp`; a disk that refuses is a DiskFault."""
+        with self._faults_of(ReadTailOp(namespace, agent, branch, group)):
+            return self._logs.read_tail((namespace, agent), branch, group)
+
+    def write_page(self, header: PageHeader, layout: PageLayout, payload: bytes) -> None:
+        """As `WritePageOp`; a disk that refuses is a DiskFault."""
+        with self._faults_of(WritePageOp(header, layout, payload)) as op:
+            self._unless_vanished(lambda: self._write_page(op))
+
+    @contextlib.contextmanager
+    def _faults_of(self, op: OpT) -> Iterator[OpT]:
+        """What the disk of the data folder refuses is no fault of the file that a step works on."""
+        try:
+            yield op
+        except OSError as fault:
+            raise DiskFault(_doing(op), str(fault.filename or self._folder.root), fault) from fault
+
     # ---- operations -------------------------------------------------------------------------------------------------
 
     def _dispatch(self, op: SwapOp) -> SwapResult:
@@ -188,6 +235,8 @@ class SwapStore:
             case ReadTailOp():
                 tail = self._logs.read_tail((op.namespace, op.agent), op.branch, op.group, op.segment)
                 return SwapResult(op, None, 0.0, payload=tail)
+            case FileStepOp(step):
+                return SwapResult(op, None, 0.0, value=step(self))
             case FlushOp():
                 try:
                     self.idle()
@@ -360,6 +409,8 @@ def _doing(op: SwapOp) -> str:
             return f"{type(op).__name__.removesuffix('Op')} of agent {op.agent!r}"
         case DeletePageOp():
             return f"Deleting page {op.page_id}"
+        case FileStepOp():
+            return f"A step on {op.path}"
         case FlushOp():
             return "Flushing"
 

@@ -26,6 +26,7 @@ from kvd.store.swap_ops import (
     CompactLogOp,
     DeleteLogOp,
     DeletePageOp,
+    FileStepOp,
     FlushOp,
     ReadPageOp,
     ReadTailOp,
@@ -114,7 +115,7 @@ class SwapThread:
         with self._changed:
             if self._closing:
                 raise Draining("The store is closing and takes no more operations.")
-            if isinstance(op, ReadPageOp | ReadTailOp):
+            if isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
                 self._reads.append(_Read(op, self._last_change.get(_subject(op), 0)))
             else:
                 self._submitted += 1
@@ -153,7 +154,7 @@ class SwapThread:
         try:
             while (op := self._take()) is not None:
                 result = self._store.perform(op)
-                if not isinstance(op, ReadPageOp | ReadTailOp):
+                if not isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
                     with self._changed:
                         self._finish(op)
                 self._answer(result)
@@ -219,6 +220,8 @@ def _subject(op: SwapOp) -> Subject:
             return ("log", op.record.namespace, op.record.agent)
         case CompactLogOp() | DeleteLogOp() | ReadTailOp():
             return ("log", op.namespace, op.agent)
+        case FileStepOp():
+            return ("file", op.path)
         case FlushOp():
             return ("flush",)
 

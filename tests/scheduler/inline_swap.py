@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvd.store.swap_ops import (
     AppendRecordOp,
     DeletePageOp,
+    FileStepOp,
     FlushOp,
     ReadPageOp,
     ReadTailOp,
@@ -44,7 +45,7 @@ class InlineSwap:
         earlier: set[tuple[str, ...]] = set()
         chosen = self.queue[0]
         for op in self.queue:
-            if isinstance(op, ReadPageOp | ReadTailOp) and subject(op) not in earlier:
+            if isinstance(op, ReadPageOp | ReadTailOp | FileStepOp) and subject(op) not in earlier:
                 chosen = op
                 break
             earlier.add(subject(op))
@@ -72,6 +73,8 @@ def subject(op: SwapOp) -> tuple[str, ...]:
             return ("page", page_id)
         case AppendRecordOp(record):
             return ("log", record.namespace, record.agent)
+        case FileStepOp():
+            return ("file", op.path)
         case FlushOp():
             return ()
         case _:
