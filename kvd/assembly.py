@@ -151,6 +151,7 @@ class Assembly:
             )
         core.default_batch = _default_batch(core)
         self._notices += restore_agents(core, report)
+        core.warm.scan(folder.fs, settings.warm_from, fingerprint=fingerprint, numerics=NUMERICS, log=self._log)
         swap.start()
         self._tell_facts(core, formats, budget_bytes, quota_bytes)
         return core

@@ -243,6 +243,14 @@ def main() -> None:
     help="Write what agents do to pages there, without text or names, for `kvd bench eviction`.",
 )
 @click.option(
+    "--warm-from",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    envvar="KVD_WARM_FROM",
+    show_envvar=True,
+    help="Folder of exported agents, imported when their names are first used; may be given several times.",
+)
+@click.option(
     "--drain-grace",
     "drain_grace_s",
     type=click.FloatRange(0),
@@ -292,6 +300,7 @@ def serve(
     prefetch: str,
     eviction: str,
     trace: Path | None,
+    warm_from: tuple[Path, ...],
     drain_grace_s: float,
     log_level: str,
     log_file: Path | None,
@@ -328,6 +337,7 @@ def serve(
             prefetch=prefetch,
             eviction=eviction,
             trace=Path(trace).expanduser().absolute() if trace else None,
+            warm_from=tuple(Path(folder).expanduser().absolute() for folder in warm_from),
             drain_grace_s=drain_grace_s,
             log_level=log_level,
             log_file=log_file,

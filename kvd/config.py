@@ -61,6 +61,7 @@ class Settings:
         eviction: whose pages go first when room is short: of the agent used least recently (`lru`), or of the one whose
             next turn is estimated to be farthest away (`reuse`).
         trace: what agents do to pages is written there, for `kvd bench eviction` (None: nowhere).
+        warm_from: folders of exported agents, imported when somebody first uses their names; never written.
         drain_grace_s: how long a drain lets requests finish before it cancels them.
         log_level: of `LOG_LEVELS`.
         log_file: JSON lines go here (None: standard error).
@@ -83,6 +84,7 @@ class Settings:
     prefetch: str = "predict"
     eviction: str = "lru"
     trace: Path | None = None
+    warm_from: tuple[Path, ...] = ()
     drain_grace_s: float = 30.0
     log_level: str = "info"
     log_file: Path | None = None

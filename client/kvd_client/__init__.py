@@ -28,7 +28,7 @@ from kvd_client.errors import (
     KvdClientError,
     RemoteError,
 )
-from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics
+from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Statistics
 
 if TYPE_CHECKING:
     from kvd_client.async_client import AsyncClient, AsyncGenerateStream
@@ -42,6 +42,7 @@ __all__ = [
     "Client",
     "ConnectionLost",
     "DaemonUnreachable",
+    "ExportResult",
     "GenerateResult",
     "GenerateStream",
     "Health",

@@ -12,7 +12,7 @@ from kvd_client import calls
 from kvd_client.async_transport import AsyncTransport, connect
 from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
 from kvd_client.paths import resolve_socket
-from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics
+from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Statistics
 from kvd_client.stream import StreamEvent
 from kvd_client.wire import StreamReceived
 
@@ -227,6 +227,23 @@ class AsyncClient:
     async def delete(self, agent: str, *, namespace: str | None = None) -> None:
         """Forget the agent, in RAM and on disk."""
         await self._run(calls.delete(agent, namespace or self.namespace))
+
+    async def export_agent(
+        self, agent: str, path: calls.PathLike, *, force: bool = False, namespace: str | None = None
+    ) -> ExportResult:
+        """Write the agent's present state to a file on the daemon's machine; `force` replaces one that is there."""
+        return await self._run(calls.export_agent(agent, path, force, namespace or self.namespace))
+
+    async def import_agent(
+        self,
+        path: calls.PathLike,
+        *,
+        agent: str | None = None,
+        namespace: str | None = None,
+        replace: bool = False,
+    ) -> AgentInfo:
+        """Make an agent from an exported file; without names those in the file. `replace` overwrites one."""
+        return await self._run(calls.import_agent(path, agent, replace, namespace))
 
     # ---- the daemon ----
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from kvd_client.errors import RemoteError, local_error, remote_error
 from kvd_client.logprobs import TokenLogprob, parse_logprobs
-from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics, build
+from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Statistics, build
 from kvd_client.stream import FirstToken, StreamEvent, parse_event
 from kvd_client.wire import ErrorObject, ResponseReceived
 
@@ -20,6 +21,7 @@ PROTOCOL = 1
 """Version of the protocol this client speaks; `hello` compares it."""
 
 T = TypeVar("T")
+PathLike = str | os.PathLike[str]
 
 
 class Options(TypedDict, total=False):
@@ -248,6 +250,25 @@ def on_agent(method: str, agent: str, namespace: str, **params: object) -> Call[
 def delete(agent: str, namespace: str) -> Call[dict[str, Any]]:
     """`agent.delete`."""
     return _call("agent.delete", _mapping, agent=agent, namespace=namespace)
+
+
+def export_agent(agent: str, path: PathLike, force: bool, namespace: str) -> Call[ExportResult]:
+    """`agent.export`."""
+    return _call(
+        "agent.export", _reader(ExportResult), agent=agent, namespace=namespace, path=_absolute(path), force=force
+    )
+
+
+def import_agent(path: PathLike, agent: str | None, replace: bool, namespace: str | None) -> Call[AgentInfo]:
+    """`agent.import`; names that are None are the file's."""
+    return _call(
+        "agent.import", _reader(AgentInfo), path=_absolute(path), agent=agent, namespace=namespace, replace=replace
+    )
+
+
+def _absolute(path: PathLike) -> str:
+    """A path as the daemon, which has a working folder of its own, understands it."""
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def residency(agent: str | None, namespace: str) -> Call[dict[str, Any]]:

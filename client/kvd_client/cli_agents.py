@@ -19,10 +19,10 @@ from kvd_client.cli_common import (
 )
 from kvd_client.cli_show import agent_line, agent_table, size
 from kvd_client.residency import residency_lines
-from kvd_client.results import AgentInfo, Health, Statistics
+from kvd_client.results import AgentInfo, ExportResult, Health, Statistics
 
 
-def _flat(result: AgentInfo | Health | Statistics) -> dict[str, Any]:
+def _flat(result: AgentInfo | ExportResult | Health | Statistics) -> dict[str, Any]:
     """A result as one map, the fields that only the daemon knows included."""
     known = asdict(result)
     rest: dict[str, Any] = known.pop("server")
@@ -155,6 +155,42 @@ def rm(session: Session, /, agent: str) -> None:
         print_lines([f"{agent} deleted"])
 
 
+@click.command("export")
+@click.argument("agent")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@with_session
+def export_command(session: Session, /, agent: str, file: str, force: bool) -> None:
+    """Write AGENT's present state, text and KV, to FILE, for another daemon of the same model.
+
+    The daemon writes FILE (0600), on its machine.
+
+    Example: kvd-client export alice alice.safetensors
+    """
+    result = session.client.export_agent(agent, file, force=force)
+    if session.json:
+        print_json(_flat(result))
+        return
+    lines = [f"{agent} exported to {result.path}: {result.tokens} tokens, {size(result.file_bytes)}"]
+    print_lines(lines + ([result.lost_reason] if result.lost_reason else []))
+
+
+@click.command("import")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--as", "agent", metavar="NAME", help="Name of the agent [default: the one in FILE].")
+@click.option("--replace", is_flag=True, help="Overwrite an agent of that name.")
+@with_session
+def import_command(session: Session, /, file: str, agent: str | None, replace: bool) -> None:
+    """Make an agent from FILE, which `kvd-client export` wrote; it continues at its exact token.
+
+    Its namespace is the one in FILE unless --namespace says otherwise. The daemon reads FILE, on its machine.
+
+    Example: kvd-client import alice.safetensors --as bob
+    """
+    imported = session.client.import_agent(file, agent=agent, namespace=session.namespace, replace=replace)
+    _done(session, f"{imported.agent} imported", imported)
+
+
 @click.command()
 @click.argument("agent", required=False)
 @with_session
@@ -235,6 +271,8 @@ AGENT_COMMANDS: tuple[click.Command, ...] = (
     prefetch,
     evict,
     rm,
+    export_command,
+    import_command,
     residency,
     stats,
     health,

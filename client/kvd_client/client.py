@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 from kvd_client import calls
 from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
 from kvd_client.paths import resolve_socket, start_command
-from kvd_client.results import AgentInfo, GenerateResult, Health, InjectResult, Statistics
+from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Statistics
 from kvd_client.stream import StreamEvent
 from kvd_client.transport import Transport
 from kvd_client.wire import StreamReceived
@@ -225,6 +225,23 @@ class Client:
     def delete(self, agent: str, *, namespace: str | None = None) -> None:
         """Forget the agent, in RAM and on disk."""
         self._run(calls.delete(agent, namespace or self.namespace))
+
+    def export_agent(
+        self, agent: str, path: calls.PathLike, *, force: bool = False, namespace: str | None = None
+    ) -> ExportResult:
+        """Write the agent's present state to a file on the daemon's machine; `force` replaces one that is there."""
+        return self._run(calls.export_agent(agent, path, force, namespace or self.namespace))
+
+    def import_agent(
+        self,
+        path: calls.PathLike,
+        *,
+        agent: str | None = None,
+        namespace: str | None = None,
+        replace: bool = False,
+    ) -> AgentInfo:
+        """Make an agent from an exported file; without names those in the file. `replace` overwrites one."""
+        return self._run(calls.import_agent(path, agent, replace, namespace))
 
     # ---- the daemon ----
 

@@ -114,6 +114,32 @@ class AgentInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportResult:
+    """The result of `export_agent`.
+
+    Attributes:
+        agent, namespace: whose state is in the file.
+        path: the file, on the daemon's machine.
+        file_bytes: its length.
+        tokens: tokens in it.
+        computed_tokens: of these, tokens whose KV is in it.
+        lost_tokens: tokens whose KV was lost; an import computes it again.
+        lost_reason: what was lost, empty when nothing was.
+        server: every other field the daemon sent.
+    """
+
+    agent: str = ""
+    namespace: str = ""
+    path: str = ""
+    file_bytes: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    lost_tokens: int = 0
+    lost_reason: str = ""
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """Figures of the daemon since its start; `server` has those without a field here."""
 

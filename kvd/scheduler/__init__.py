@@ -2,7 +2,8 @@
 
 `admission` refuses what can never fit, `agents` holds agents, branches and what their logs lack, `answering` requests
 from arrival to answer, `batch_size` the default of `--max-batch`, `commit` makes changes durable, `core` holds the
-engine's parts and cuts and forks branches, `engine` is the thread, `errors` the service's errors, `generation`
+engine's parts and cuts and forks branches, `engine` is the thread, `errors` the service's errors,
+`exporting` and `importing` move an agent to a file and back in steps of `file_steps`, `generation`
 computes and samples, `inbox` shares the engine's time between requests and look-ups, `iterations` chooses what the
 model computes next, `jobs` are the control operations, `logprobs` tells clients what tokens were likely, `memory`
 carries out the pager's instructions, `messages` are what reaches the engine, `paging` has pages loaded ahead for whom
@@ -12,7 +13,7 @@ holds and gives back when preempted, `reserving` says who may be in RAM at once,
 back, `sampling` chooses tokens, `service` has the RPC methods, `state` the pure scheduler, `steps` runs the model for
 all who wait for it, `stopping` stop strings, `store_door` the way to the swap thread, `tracing` writes down what
 agents do to pages, `turn` one turn from matching to commit, `upkeep` what the engine does for itself, `views` what
-clients may see, `waiting` how requests wait.
+clients may see, `waiting` how requests wait, `warm` has the folders of exported agents.
 
 May import kvd.errors, kvd.ids, kvd.vm, kvd.store, kvd.quant, kvd.model, kvd.attention (types), kvd.ops.footprint.
 """

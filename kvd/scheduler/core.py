@@ -7,7 +7,7 @@ turns and jobs are made of (fork a branch, cut KV, commit). The loop is `kvd.sch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from kvd.scheduler.reserving import Reservations
 from kvd.scheduler.store_door import StoreDoor
 from kvd.scheduler.thrashing import Thrashing
 from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, hold_cut, release_cut
+from kvd.scheduler.warm import WarmTier
 from kvd.vm.events import (
     Forked,
     Pinned,
@@ -70,8 +71,14 @@ class FormatBook:
     """
 
     default_ids: tuple[str, ...]
-    layouts: Mapping[tuple[int, str], PageLayout]
-    conditioning: Mapping[tuple[str, int], LayerConditioning]
+    layouts: dict[tuple[int, str], PageLayout]
+    conditioning: dict[tuple[str, int], LayerConditioning]
+
+    def learn(self, group: int, layout: PageLayout, operators: Sequence[LayerConditioning]) -> None:
+        """Make an imported agent's conditioned format readable; `operators` in the group's layer order."""
+        self.layouts[group, layout.format_id] = layout
+        for layer, each in zip(layout.layer_indices, operators, strict=True):
+            self.conditioning[layout.format_id, layer] = each
 
 
 @dataclass(slots=True)
@@ -134,6 +141,7 @@ class EngineCore:
     Attributes:
         forgotten: pages nobody maps any more; their files go once no log names them.
         sweep_due: something changed since they were offered for deletion.
+        warm: exported agents that are imported when somebody first uses their names.
         batch_failures: batches in a row that failed through no row's fault.
     """
 
@@ -178,6 +186,7 @@ class EngineCore:
         self.paging = Paging(self, prefetch)
         self.forgotten: list[PageId] = []
         self.sweep_due = False
+        self.warm = WarmTier()
         self.batch_failures = 0
 
     @property

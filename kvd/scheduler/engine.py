@@ -31,6 +31,7 @@ from kvd.scheduler.answering import Answering
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.errors import EngineBroken
+from kvd.scheduler.importing import warm_first
 from kvd.scheduler.inbox import Inbox
 from kvd.scheduler.iterations import IterationPlanner
 from kvd.scheduler.jobs import run_job
@@ -320,7 +321,7 @@ class Engine:
             case Submit(request, reply):
                 held = self._answering.take(request, reply)
                 if self._can_run_beside(request):
-                    held.work = run_job(self._core, request, held.stop)
+                    held.work = warm_first(self._core, held.agents, held.stop, run_job(self._core, request, held.stop))
                     self._beside.append(held)
                 else:
                     self._schedule(self._submitted(held))
@@ -405,10 +406,12 @@ class Engine:
         if isinstance(held.request, TurnRequest):
             held.state = TurnState(held.request, held.submitted_s)
             held.state.times.queued_s = self._core.clock() - held.submitted_s
-            held.work = run_turn(self._core, held.state)
+            held.work = warm_first(self._core, held.agents, held.stop, run_turn(self._core, held.state))
             self._core.paging.started(held.request)
         else:
-            held.work = run_job(self._core, held.request, held.stop)
+            work = run_job(self._core, held.request, held.stop)
+            imports = held.request.operation == "import"  # it says itself what becomes of the name
+            held.work = work if imports else warm_first(self._core, held.agents, held.stop, work)
         held.started_s = self._core.clock()
         self._running[held.request.request_id] = held
 

@@ -15,6 +15,8 @@ from kvd.scheduler.admission import refuse_over_budget, refuse_pin_over_budget, 
 from kvd.scheduler.agents import NOT_WRITTEN, Agent
 from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable, unsaved_others
 from kvd.scheduler.errors import NotDeleted
+from kvd.scheduler.exporting import export_agent
+from kvd.scheduler.importing import import_agent
 from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.views import agent_info
 from kvd.scheduler.waiting import Stop, Wait, cut_held, until_in, until_written
@@ -51,6 +53,8 @@ def run_job(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
         "prefetch": _prefetch,
         "save": _save,
         "compact": _compact,
+        "export": export_agent,
+        "import": import_agent,
     }
     return operations[request.operation](core, request, stop)
 

@@ -193,6 +193,10 @@ class Memory:
         )
         self._pages[page] = PageFacts(header, layout)
 
+    def facts(self, page: PageId) -> PageFacts:
+        """What it takes to read a sealed page that a space maps."""
+        return self._pages[page]
+
     # ---- events in --------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:

@@ -3,8 +3,8 @@
 Pages stay on disk and are faulted in when somebody needs them. What cannot be used as it is (pages in a format nobody
 knows any more, pins beyond the budget of this run) is given up in words, never silently.
 
-Runs once, on the engine thread, before the first request. May import kvd.errors, kvd.ids, kvd.store, kvd.vm.events and
-siblings.
+Runs on the engine thread, before the first request; imports restore their branch the same way. May import kvd.errors,
+kvd.ids, kvd.store, kvd.vm.events and siblings.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ def _agent(core: EngineCore, ref: AgentRef, image: AgentImage, notices: list[str
         logged=True,
     )
     for branch_id, stored in sorted(image.branches.items()):
-        agent.branches[branch_id] = _branch(core, ref, branch_id, stored, notices)
+        agent.branches[branch_id] = restore_branch(core, ref, branch_id, stored, notices)
     return agent
 
 
-def _branch(core: EngineCore, ref: AgentRef, branch_id: int, stored: BranchImage, notices: list[str]) -> Branch:
+def restore_branch(core: EngineCore, ref: AgentRef, branch_id: int, stored: BranchImage, notices: list[str]) -> Branch:
+    """A branch as its log has it; its pages and tail are on disk. `notices` gets what had to be given up."""
     segments = sorted(stored.segments, key=lambda segment: segment.group)
     known = stored.uniform and all((segment.group, segment.format_id) in core.formats.layouts for segment in segments)
     format_ids = tuple(segment.format_id for segment in segments)

@@ -21,8 +21,12 @@ from kvd.scheduler import views
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported, with_close_names
+from kvd.scheduler.file_steps import port_path
 from kvd.scheduler.params import MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
+from kvd.store.agent_file import read_header
+from kvd.store.errors import FileFault
+from kvd.store.fs import RealFileSystem
 from kvd.vm.text import Span, TypedText
 
 if TYPE_CHECKING:
@@ -74,6 +78,8 @@ class KvdService:
             "agent.prefetch": job("prefetch"),
             "agent.evict": job("evict"),
             "agent.delete": job("delete"),
+            "agent.export": self._export,
+            "agent.import": self._import,
             "residency": self._residency,
             "statistics": self._statistics,
             "model.info": self._model_info,
@@ -249,19 +255,41 @@ class KvdService:
                 if wanted is None and operation == "rollback":
                     raise InvalidParams("agent.rollback needs tokens (how many to keep)", parameter="tokens")
                 values["tokens"] = wanted
-            ref = params.ref()
-            await self._wait_ready()
-            request = JobRequest(
-                self._engine.new_request_id(),
-                ref,
-                operation,
-                values,
-                connection=context.peer.connection,
-                peer_pid=context.peer.pid,
-            )
-            return await self._submit(request, context)
+            return await self._run_job(params.ref(), operation, values, context)
 
         return run
+
+    async def _run_job(
+        self, ref: AgentRef, operation: str, arguments: Mapping[str, object], context: CallContext
+    ) -> object:
+        await self._wait_ready()
+        request = JobRequest(
+            self._engine.new_request_id(),
+            ref,
+            operation,
+            arguments,
+            connection=context.peer.connection,
+            peer_pid=context.peer.pid,
+        )
+        return await self._submit(request, context)
+
+    async def _export(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("agent", "namespace", "path", "force")
+        arguments = {"path": str(port_path(params.text("path"))), "force": params.flag("force", default=False)}
+        return await self._run_job(params.ref(), "export", arguments, context)
+
+    async def _import(self, params: Params, context: CallContext) -> object:
+        """The names that the caller does not give are the file's; both are checked like any caller's."""
+        params.refuse_unknown("path", "agent", "namespace", "replace")
+        path = port_path(params.text("path"))
+        arguments = {"path": str(path), "replace": params.flag("replace", default=False)}
+        given: dict[str, object] = {name: params.name(name) for name in ("agent", "namespace") if params.has(name)}
+        try:
+            header, _ = await asyncio.to_thread(read_header, RealFileSystem(), path)
+        except OSError as error:
+            raise FileFault(str(path), error) from error
+        names = Params("agent.import", {"agent": header.agent, "namespace": header.namespace} | given)
+        return await self._run_job(names.ref(), "import", arguments, context)
 
     # ---- look-ups ---------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,10 @@ from kvd.store.swap_ops import (
     CompactLogOp,
     DeleteLogOp,
     DeletePageOp,
+    FileStepOp,
     ReadPageOp,
     ReadTailOp,
+    StoreHands,
     SwapBroken,
     SwapOp,
     SwapResult,
@@ -77,6 +79,7 @@ class StoreDoor:
         self._answers: dict[tuple[str, str, int], RecordAnswer] = {}
         self._log_answers: dict[AgentRef, RecordAnswer] = {}
         self._deletions: dict[str, RecordAnswer] = {}
+        self._steps: dict[FileStepOp, RecordAnswer] = {}
         self.reading_s = 0.0
 
     def connect(self, taker: PageTaker) -> None:
@@ -120,6 +123,12 @@ class StoreDoor:
         self._deletions[page] = answer
         self._swap.submit(DeletePageOp(page))
 
+    def file_step(self, path: str, step: Callable[[StoreHands], object], answer: RecordAnswer) -> None:
+        """Queue a step of an export or import of the file `path`."""
+        op = FileStepOp(step, path)
+        self._steps[op] = answer
+        self._swap.submit(op)
+
     def statistics(self) -> SwapStatistics:
         """Figures of the swap thread."""
         return self._swap.statistics()
@@ -155,6 +164,8 @@ class StoreDoor:
                     self._log_answers.pop(ref)(result)
             case DeletePageOp(page_id):
                 self._deletions.pop(page_id)(result)
+            case FileStepOp():
+                self._steps.pop(result.op)(result)
             case SwapBroken(reason):
                 # every answer that is still awaited will never come
                 raise EngineBroken(f"the swap thread ended: {reason}")

@@ -49,6 +49,9 @@ class Pager:
         page_tokens: tokens of one page.
         policy: ranks victims; least recently used by default.
         windows: tokens a query sees, itself included, per cache group; None for all. Without it no group has a window.
+
+    Attributes:
+        new_page_id: as given; imported pages get their ids from it, too.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Pager:
             max_writes_in_flight=max_writes_in_flight,
             max_loads_in_flight=max_loads_in_flight,
         )
+        self.new_page_id = new_page_id
         self._mappings = Mappings(
             self._table,
             self._transfers,

@@ -53,6 +53,8 @@ async def test_every_method(path: Path) -> None:
         for method in (client.pin, client.unpin, client.prefetch, client.evict):
             assert (await method("a")).agent == "a"
         await client.delete("a")
+        assert (await client.export_agent("a", "/tmp/f")).path == "/tmp/f"
+        assert (await client.import_agent("/tmp/f", agent="b")).agent == "b"
         assert (await client.residency("z"))["agents"][0]["agent"] == "z"
         assert (await client.statistics()).tokens_computed == 7
         assert (await client.model_info())["name"] == "tiny"
@@ -168,6 +170,6 @@ async def test_closing_cancels(path: Path) -> None:
 def test_the_service_is_the_documented_one() -> None:
     """The fake has a handler for each method that the clients call."""
     methods = "hello generate chat inject tokenize residency statistics model_info health drain shutdown"
-    agents = "list info fork rollback pin unpin prefetch evict delete"
+    agents = "list info fork rollback pin unpin prefetch evict delete export import"
     names = [f"do_{name}" for name in methods.split()] + [f"do_agent_{name}" for name in agents.split()]
     assert all(callable(getattr(FakeService, name)) for name in names)

@@ -23,7 +23,20 @@ from kvd_client.stream import FirstToken, Prefill, Queued
 from tests.front.service import WORDS, FakeService, serving
 
 TEXT_COMMANDS = ["chat", "generate", "inject", "tokenize"]
-AGENT_COMMANDS = ["agents", "evict", "fork", "pin", "prefetch", "residency", "rm", "rollback", "show", "unpin"]
+AGENT_COMMANDS = [
+    "agents",
+    "evict",
+    "export",
+    "fork",
+    "import",
+    "pin",
+    "prefetch",
+    "residency",
+    "rm",
+    "rollback",
+    "show",
+    "unpin",
+]
 DAEMON_COMMANDS = ["drain", "health", "model", "shutdown", "stats"]
 COMMANDS = sorted(TEXT_COMMANDS + AGENT_COMMANDS + DAEMON_COMMANDS)
 END_FIELDS = [
@@ -117,7 +130,8 @@ def test_the_text_has_one_source_with_its_bytes_unchanged(service: FakeService, 
         (["chat", "a"], "--message"),
         (["chat", "a", "--messages-file", __file__], "not JSON"),
         (["rollback", "a", "many"], "many"),
-        (["export", "a"], "No such command"),
+        (["export", "a"], "Missing argument 'FILE'"),
+        (["save", "a"], "No such command"),
     ],
 )
 def test_wrong_usage_exits_with_2(service: FakeService, args: list[str], words: str) -> None:
@@ -161,6 +175,8 @@ def test_facts_as_json_and_for_people(service: FakeService) -> None:
     assert printed(run("rollback", "a", "5", "--json"))["tokens"] == 300
     for command in ("pin", "unpin", "prefetch", "evict"):
         assert printed(run(command, "a", "--json"))["agent"] == "a"
+    assert printed(run("export", "a", "/tmp/f", "--json"))["path"] == "/tmp/f"
+    assert printed(run("import", "/tmp/f", "--as", "b", "--json"))["agent"] == "b"
     assert printed(run("rm", "a", "--json")) == {"agent": "a", "deleted": True}
     assert printed(run("residency", "--json"))["agents"][0]["agent"] == "a"
     assert printed(run("inject", "a", "--text", "x", "--json"))["appended_tokens"] == 5
@@ -180,6 +196,9 @@ def test_what_was_done_is_one_line(service: FakeService) -> None:
         assert run(command, "a").stdout == f"a {word}: {state}"
     assert run("fork", "a", "b").stdout == f"b forked from a: {state}"
     assert run("rollback", "a", "300").stdout == f"a cut: {state}"
+    assert run("export", "a", "/tmp/f").stdout == "a exported to /tmp/f: 300 tokens, 4096 B\n"
+    assert run("export", "worn", "/tmp/f").stdout.endswith("KV is lost\n")
+    assert run("import", "/tmp/f", "--as", "b").stdout == f"b imported: {state}"
     assert run("rm", "a").stdout == "a deleted\n"
     assert run("inject", "a", "--text", "x").stdout == "a: 5 tokens appended, 12 in all; durable\n"
 

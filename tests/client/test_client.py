@@ -209,6 +209,10 @@ def test_every_method_sends_its_parameters(path: Path, service: FakeService) -> 
         for method in (client.pin, client.unpin, client.prefetch, client.evict):
             assert method("a").agent == "a"
         client.delete("a")
+        exported = client.export_agent("a", "a.file", force=True)
+        assert (exported.path, exported.lost_tokens, exported.lost_reason) == (os.path.abspath("a.file"), 0, "")
+        assert client.import_agent("/tmp/a.file").namespace == "its own"
+        assert client.import_agent("/tmp/a.file", agent="b", namespace="other", replace=True).agent == "b"
         assert client.residency()["budget_bytes"] == 1000
         assert client.residency("z")["agents"][0]["agent"] == "z"
         assert client.statistics().tokens_reused == 3
@@ -227,6 +231,8 @@ def test_every_method_sends_its_parameters(path: Path, service: FakeService) -> 
     assert sent["chat"]["tools"] == [{"x": 1}]
     assert sent["agent.fork"] == {"agent": "a", "namespace": "n", "new_agent": "c", "tokens": 7}
     assert sent["agent.rollback"] == {"agent": "a", "namespace": "other", "tokens": 3}
+    assert sent["agent.export"] == {"agent": "a", "namespace": "n", "path": os.path.abspath("a.file"), "force": True}
+    assert sent["agent.import"] == {"path": "/tmp/a.file", "agent": "b", "namespace": "other", "replace": True}
     assert sent["agent.list"] == {}
     assert sent["hello"] == {"client": "test", "protocol": 1}
     assert sent["agent.evict"] == {"agent": "a", "namespace": "n"}

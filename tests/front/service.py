@@ -142,6 +142,14 @@ class FakeService:
 
     do_agent_rollback = do_agent_pin = do_agent_unpin = do_agent_prefetch = do_agent_evict = do_agent_info
 
+    async def do_agent_export(self, params: Mapping[str, Any], context: CallContext) -> object:
+        lost = {"lost_tokens": 7, "lost_reason": "KV is lost"} if params["agent"] == "worn" else {}
+        figures = {"file_bytes": 4096, "tokens": 300, "computed_tokens": 299, "lost_tokens": 0, "lost_reason": None}
+        return {"agent": params["agent"], "namespace": params["namespace"], "path": params["path"]} | figures | lost
+
+    async def do_agent_import(self, params: Mapping[str, Any], context: CallContext) -> object:
+        return _info(params.get("agent", "from the file"), params.get("namespace", "its own"))
+
     async def do_residency(self, params: Mapping[str, Any], context: CallContext) -> object:
         return {"budget_bytes": 1000, "agents": [{"agent": params.get("agent", "a"), "resident_pages": 2}]}
 

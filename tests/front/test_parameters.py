@@ -39,8 +39,10 @@ VALID: dict[str, Any] = {
     "new_agent": "witness-2",
     "tokens": 1,
     "max_tokens": 0,
+    "path": "/nowhere/agent.safetensors",
 }
-"""Values that make a call of every method complete. A new method whose needs are not met here fails the test."""
+"""Values that make a call of every method complete, or fail for want of a file or folder. A new method whose needs are
+not met here fails the test."""
 
 ODD = (None, True, False, 0, -1, 2**63, 2**64 - 1, -(2**63), 1.5, float("nan"), float("inf"), -float("inf"), "", "x")
 ODDER = ("\x00", "é" * 5000, b"", b"\xff", [], {}, [[]], [{}], [None], {"": None}, {"a": [1]}, ["x"] * 2000, [b"x"])
@@ -98,14 +100,14 @@ def _needed(client: Client, method: str) -> list[str]:
     if method == "inject":
         return ["agent", "text"]
     while True:
-        # an agent that is not there ends every call that would change something
+        # an agent or a file that is not there ends every call that would change something
         given = {key: "nobody-at-all" if key in ("agent", "new_agent") else VALID[key] for key in needed}
         try:
             client.call(method, given | ({"max_tokens": 0, "namespace": "fuzz"} if "max_tokens" in allowed else {}))
         except errors.InvalidParams as missing:
             name = missing.data["parameter"]
             said = missing.message
-        except errors.AgentNotFound:
+        except (errors.AgentNotFound, errors.InvalidRequest):
             return needed
         else:
             return needed
@@ -132,12 +134,16 @@ def test_odd_values_are_never_a_bug_of_the_daemon(daemon: Daemon) -> None:
             elif name != "agent" and "agent" in allowed:
                 given["agent"] = "nobody-at-all"
             refused: dict[str, Any] | None = None
+            fault = ""
             try:
                 client.call(method, given)
             except errors.InvalidParams as error:
                 refused = dict(error.data)
             except (errors.AgentNotFound, errors.AgentExists, errors.Unsupported, errors.ContextFull):
                 pass
+            except errors.InvalidRequest as error:  # there is no file where the path leads
+                fault = str(error.data["fault"])
+            assert fault in ("", "file_refused"), (method, name, value, fault)
             assert refused is None or refused["parameter"] in allowed, (method, name, value, refused)
             tried += 1
     assert tried >= 1500
