@@ -136,6 +136,7 @@ class Assembly:
             backend=backend,
             chunk_tokens=settings.chunk_tokens,
             prefetch=settings.prefetch,
+            sharing=settings.sharing,
             log=self._log,
         )
         core_box.append(core)

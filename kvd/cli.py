@@ -176,9 +176,9 @@ def main() -> None:
     type=click.Choice(SHARING),
     envvar="KVD_SHARING",
     show_envvar=True,
-    default="agent",
+    default="namespace",
     show_default=True,
-    help="Who may map whose pages.",
+    help="Who maps pages of the same text once: agents of a namespace, or each agent for itself.",
 )
 @click.option(
     "--chunk",

@@ -17,7 +17,7 @@ from kvd.quant.spec import NAMED_FORMATS
 DEFAULT_BUDGET_BYTES = 10_200_000_000
 DEFAULT_QUOTA_BYTES = 100_000_000_000
 DEFAULT_MODEL = "smollm2-135m"
-SHARING = ("agent",)
+SHARING = ("namespace", "agent")
 ATTENTION = ("auto", "metal", "cuda", "cpu", "mlx", "reference")
 """Backends of all machines; which of them this one has is known when mlx is there (`select_backend` refuses others)."""
 PREFETCH = ("predict", "hints", "off")
@@ -50,7 +50,8 @@ class Settings:
         quota_bytes: disk for everything under `data_dir`.
         kv_format: `auto` (the calibrated one) or a name of `NAMED_FORMATS`.
         attention: `auto` or a backend's name.
-        sharing: who may map whose pages.
+        sharing: who may map whose pages: agents of one `namespace` those with the text that their prompts begin with,
+            or each `agent` its own (and what it was forked from).
         chunk_tokens: tokens of a prefill step, at most `MAX_CHUNK_TOKENS`.
         max_queued: requests that may wait.
         max_batch: requests that run at once, of different agents; their decode steps run together. `auto`: as many as
@@ -76,7 +77,7 @@ class Settings:
     quota_bytes: int = DEFAULT_QUOTA_BYTES
     kv_format: str = "auto"
     attention: str = "auto"
-    sharing: str = "agent"
+    sharing: str = "namespace"
     chunk_tokens: int = 512
     max_queued: int = 256
     max_batch: int | Literal["auto"] = "auto"

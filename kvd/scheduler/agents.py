@@ -84,6 +84,7 @@ class Branch:
         doubtful: the store knows no durable copy of a page that is not in RAM: it must be read to see what is true.
         missing: pages behind a window of which the store knows no durable copy either: nothing needs them until the
             branch is cut back to where they are seen.
+        borrowed_pages: pages at its beginning that another agent computed.
     """
 
     branch_id: int
@@ -99,6 +100,7 @@ class Branch:
     logged: bool = False
     doubtful: bool = False
     missing: frozenset[PageId] = frozenset()
+    borrowed_pages: int = 0
 
     @property
     def behind(self) -> bool:
@@ -160,11 +162,13 @@ class Branch:
         del self.tokens[tokens:], self.token_bytes[tokens:], self.text[kept_bytes:]
         self.spans = cut_spans(self.spans, kept_bytes)
         self.computed = min(self.computed, tokens)
+        self.borrowed_pages = min(self.borrowed_pages, self.computed // PAGE_TOKENS)
         self.baseline.cut(tokens=tokens, text_bytes=kept_bytes, computed=self.computed)
 
     def drop_kv_from(self, computed: int) -> None:
         """KV from token `computed` on is gone (a lost page); the ids stay and are computed again."""
         self.computed = min(self.computed, computed)
+        self.borrowed_pages = min(self.borrowed_pages, self.computed // PAGE_TOKENS)
         self.baseline.cut(tokens=len(self.tokens), text_bytes=len(self.text), computed=self.computed)
 
     def border_at_most(self, tokens: int) -> int:

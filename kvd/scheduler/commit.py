@@ -188,9 +188,13 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
 
 
 def _page_bytes(core: EngineCore, branch: Branch, record: AgentRecord) -> int:
-    """Bytes of the pages that a record is the first to name."""
+    """Bytes of the pages that a record is the first to name; another agent's are not of its making."""
     sizes = core.page_bytes(branch.space)
-    return sum(len(segment.new_pages) * sizes[segment.group] for segment in record.segments)
+    own = (
+        (segment.group, len(segment.new_pages) - max(0, branch.borrowed_pages - segment.kept_pages))
+        for segment in record.segments
+    )
+    return sum(pages * sizes[group] for group, pages in own)
 
 
 def _remedy(core: EngineCore, agent: Agent, branch: Branch, error: KvdError) -> bool:

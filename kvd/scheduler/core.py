@@ -24,6 +24,7 @@ from kvd.scheduler.paging import Paging
 from kvd.scheduler.registry import AgentRegistry
 from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.reserving import Reservations
+from kvd.scheduler.sharing import Sharing
 from kvd.scheduler.store_door import StoreDoor
 from kvd.scheduler.thrashing import Thrashing
 from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, hold_cut, release_cut
@@ -52,14 +53,6 @@ MAX_SEQUENCES = 64
 """Branches whose view for the model is kept; more than run at once."""
 
 
-def domain_of(ref: AgentRef) -> str:
-    """The sharing domain of an agent's pages, in their keys and headers.
-
-    Sharing is `agent`: no other agent's look-up can meet these keys. Sharing by namespace gives the namespace alone.
-    """
-    return f"{ref.namespace}\0{ref.agent}"
-
-
 @dataclass(frozen=True, slots=True)
 class FormatBook:
     """The page formats the engine can use, per cache group.
@@ -86,6 +79,7 @@ class EngineStatistics:
     """Counters since start.
 
     Attributes:
+        tokens_shared: of the reused tokens, those in pages that another agent computed.
         busy_s: time of the engine's loop that it did not sleep.
         forward_s: of it, in the model's forward passes.
         sampling_s: of it, choosing tokens. What remains is the engine's own: messages, plans, books, events.
@@ -93,6 +87,7 @@ class EngineStatistics:
 
     tokens_computed: int = 0
     tokens_reused: int = 0
+    tokens_shared: int = 0
     tokens_replayed: int = 0
     requests: int = 0
     turns_not_durable: int = 0
@@ -134,6 +129,7 @@ class EngineCore:
         backend: attention backend.
         chunk_tokens: tokens of a prefill step.
         prefetch: what is loaded ahead (`kvd.config.PREFETCH`).
+        sharing: who may map whose pages (`kvd.config.SHARING`).
         clock: seconds, monotonic.
         log: told of what an operator wants to know: (event, facts).
         default_batch: requests that run at once unless the engine was told.
@@ -158,6 +154,7 @@ class EngineCore:
         backend: AttentionBackend,
         chunk_tokens: int,
         prefetch: str = "predict",
+        sharing: str = "namespace",
         clock: Callable[[], float] = time.monotonic,
         log: Callable[..., None],
         default_batch: int = 1,
@@ -184,6 +181,7 @@ class EngineCore:
         self._chains: dict[SpaceId, list[KeyChain]] = {}
         self._owners: dict[SpaceId, tuple[AgentRef, int]] = {}
         self.paging = Paging(self, prefetch)
+        self.sharing = Sharing(self, sharing)
         self.forgotten: list[PageId] = []
         self.sweep_due = False
         self.warm = WarmTier()
@@ -212,7 +210,9 @@ class EngineCore:
         self._next_space += 1
         layouts = tuple(self.formats.layouts[group, format_id] for group, format_id in enumerate(format_ids))
         self._owners[space] = (ref, branch_id)
-        self.memory.add_space(space, SpaceFacts(domain_of(ref), layouts, self._tail_reader(ref, branch_id)))
+        self.memory.add_space(
+            space, SpaceFacts(self.sharing.domain_of(ref), layouts, self._tail_reader(ref, branch_id))
+        )
         return space
 
     def _tail_reader(self, ref: AgentRef, branch_id: int) -> Callable[[PageId, GroupId], None]:
@@ -266,7 +266,12 @@ class EngineCore:
             self._release(branch.space)
         agent.branches.clear()
 
+    def let_go(self, branch: Branch) -> None:
+        """Unmap the pages of a branch that no agent has made its own (`Sharing.map_pages`)."""
+        self._release(branch.space)
+
     def _release(self, space: SpaceId) -> None:
+        self.sharing.forget(space)
         self.memory.apply(SpaceClosed(space))
         self.memory.remove_space(space)
         self._owners.pop(space, None)
@@ -329,7 +334,7 @@ class EngineCore:
 
     def _new_chains(self, branch: Branch) -> list[KeyChain]:
         ref, _ = self._owners[branch.space]
-        domain = Namespace(domain_of(ref))
+        domain = Namespace(self.sharing.domain_of(ref))
         groups = range(len(branch.format_ids))
         return [KeyChain(domain, self.spec.fingerprint, GroupId(group), NUMERICS) for group in groups]
 
@@ -344,6 +349,7 @@ class EngineCore:
         self.memory.apply(RolledBack(branch.space, computed))
         branch.drop_kv_from(computed)
         self._chains.pop(branch.space, None)
+        self.sharing.cut(branch.space, computed)
 
     def cut_branch(self, branch: Branch, tokens: int, stop: Stop) -> Waiting:
         """Cut text, ids and KV to the first `tokens` ids. A page that is cut must be resident (see `hold_cut`).
@@ -355,6 +361,7 @@ class EngineCore:
             yield from apply_when_room(self, RolledBack(branch.space, tokens), stop)
             self._chains.pop(branch.space, None)
         branch.cut(tokens)
+        self.sharing.cut(branch.space, branch.computed)
 
     def fork_branch(
         self, agent: Agent, source: Branch, tokens: int, stop: Stop
@@ -370,10 +377,11 @@ class EngineCore:
         branch_id = agent.next_branch
         space, computed, notes = yield from self._fork_space(source, agent.ref, branch_id, tokens, stop)
         agent.next_branch += 1
-        branch = self._copy_branch(source, branch_id, space, tokens)
+        branch = self.copy_branch(source, branch_id, space, tokens)
         branch.baseline = baseline_on_parent(source, tokens=tokens)
         branch.drop_kv_from(computed)
         agent.branches[branch_id] = branch
+        self.sharing.note(branch)
         return branch, notes
 
     def fork_agent(self, parent: Agent, ref: AgentRef, tokens: int, stop: Stop) -> Generator[Wait, None, Agent]:
@@ -384,13 +392,14 @@ class EngineCore:
         """
         child = Agent(ref, created_s=time.time())
         space, computed, _ = yield from self._fork_space(parent.branch, ref, child.next_branch, tokens, stop)
-        branch = self._copy_branch(parent.branch, child.next_branch, space, tokens)
+        branch = self.copy_branch(parent.branch, child.next_branch, space, tokens)
         branch.drop_kv_from(computed)
         child.next_branch += 1
         branch.baseline = Baseline()  # another log: its first record says everything
         child.branches[branch.branch_id] = branch
         child.current = branch.branch_id
         self.agents.add(child)
+        self.sharing.note(branch)
         return child
 
     def _fork_space(
@@ -410,7 +419,8 @@ class EngineCore:
         return space, computed, notes
 
     @staticmethod
-    def _copy_branch(source: Branch, branch_id: int, space: SpaceId, tokens: int) -> Branch:
+    def copy_branch(source: Branch, branch_id: int, space: SpaceId, tokens: int) -> Branch:
+        """A branch with the first `tokens` ids and their text of another, for a space that maps their KV."""
         kept_bytes = source.text_bytes_of(tokens)
         return Branch(
             branch_id,

@@ -47,6 +47,7 @@ class Residence:
     Attributes:
         is_active: its branch's pages are held in RAM.
         was_in: it had its place at least once.
+        is_away: it is preempted.
     """
 
     core: EngineCore
@@ -56,6 +57,7 @@ class Residence:
     needs: Callable[[], int]
     is_active: bool = field(default=False, init=False)
     was_in: bool = field(default=False, init=False)
+    is_away: bool = field(default=False, init=False)
     _branch: Branch | None = field(default=None, init=False)
 
     @property
@@ -78,6 +80,17 @@ class Residence:
                 line.leave(self.reservation)
                 yield from self._park()
         self.was_in = True
+
+    def step_aside(self) -> Waiting:
+        """Give way before any page is held, and come back; nobody is told, as in `until_in`.
+
+        Raises:
+            Cancelled: the caller closes.
+        """
+        while self.is_wanted:
+            self.core.reservations.leave(self.reservation)
+            yield from self._park()
+            yield from self.until_in()
 
     def activate(self, branch: Branch) -> Generator[Wait, None, list[str]]:
         """Hold a branch's pages from here on, and bring in those that the next step sees.
@@ -111,6 +124,7 @@ class Residence:
         state.preemptions += 1
         core.stats.preemptions += 1
         state.request.emit({"type": "preempted"})
+        self.is_away = True
         try:
             while self.is_wanted:
                 self.deactivate()
@@ -125,6 +139,7 @@ class Residence:
             core.reservations.keep(self.reservation)
             raise
         finally:
+            self.is_away = False
             state.times.away_s += core.clock() - began_s
             state.times.preempted_s += core.clock() - began_s - (state.times.swap_in_s - loaded_before_s)
         state.request.emit({"type": "resumed"})

@@ -95,6 +95,7 @@ def restore_branch(core: EngineCore, ref: AgentRef, branch_id: int, stored: Bran
         last_used=core.agents.tick(),
     )
     mark_committed(branch)
+    core.sharing.note(branch)
     return branch
 
 

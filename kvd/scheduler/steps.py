@@ -5,7 +5,7 @@ the wants of an iteration and gives them to `run_steps`, which fills in what cam
 forward pass. When that fails no row's tokens count, so each row is run again alone: the one whose fault it is fails,
 the others get their logits. What breaks the books (`EngineBroken`) is raised.
 
-Owner: the engine thread. May import kvd.model.batch_cache and siblings.
+Owner: the engine thread. May import kvd.model.batch_cache, kvd.quant.spec and siblings.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvd.model.batch_cache import BatchCache
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.sampling import Logits
 from kvd.scheduler.waiting import StepWanted
 
@@ -100,5 +101,7 @@ def _count(core: EngineCore, want: StepWanted) -> None:
         core.stats.tokens_replayed += 1
         return
     core.memory.append(branch.space, tokens, core.page_keys(branch, tokens))
-    branch.computed += tokens
+    before, branch.computed = branch.computed, branch.computed + tokens
+    if branch.computed // PAGE_TOKENS > before // PAGE_TOKENS:
+        core.sharing.note(branch)
     core.stats.tokens_computed += tokens

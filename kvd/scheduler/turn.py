@@ -6,8 +6,12 @@ waits for (room beside other turns, pages being read, a log record being synced)
 admission: a request that is refused leaves it as it was. Between two steps it can be preempted: its `Residence` gives
 back pages, place and slot, and gets them again.
 
-    match text -> admit -> (fork on divergence) -> activate -> [grow, step] * chunks -> [sample, grow, step] * tokens
+    match text -> admit -> (wait for pages that another turn computes) -> (fork on divergence) -> activate
+    -> [grow, step] * chunks -> [sample, grow, step] * tokens
     -> cut overshoot -> wait for page writes -> append the log record -> reply
+
+A turn whose prompt begins with pages of its namespace that reach further than the agent's own branches starts from a
+new branch that maps them (`kvd.scheduler.sharing`). They are mapped when it is planned, so they cannot go away.
 
 The last sampled token is *pending*: part of the text, its KV comes with the next step. Whatever ends the turn
 (end of text, stop string, length, cancellation), the branch is cut to what was computed plus at most one pending
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvd.errors import Cancelled, InvalidParams, KvdError
@@ -30,11 +35,12 @@ from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
 from kvd.scheduler.residence import Residence
 from kvd.scheduler.sampling import Sampler
+from kvd.scheduler.sharing import Advance
 from kvd.scheduler.state import Priority
-from kvd.scheduler.waiting import Wait
+from kvd.scheduler.waiting import Wait, raise_if_stopped
 from kvd.vm.events import Pinned, Unpinned
 from kvd.vm.prefix import Match, StoredText, best_match
-from kvd.vm.text import TypedText, rest_of
+from kvd.vm.text import TypedText, joined, rest_of
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -104,21 +110,44 @@ class Plan:
 
     Attributes:
         source: branch that keeps most of the prompt.
-        match: how they compare.
+        match: how they compare; the kind is that of the agent's own best branch in any case.
+        prompt: the agent's whole text, with what is added.
         suffix: text to add after what is kept.
         ids: its token ids.
         lengths: bytes each id stands for.
         max_tokens: new tokens that there is room for, at most as many as were asked for.
         needed_bytes: working set at its largest, and what others have pinned.
+        is_shared: `source` maps pages of the namespace and is not the agent's yet (see `Sharing.map_pages`).
     """
 
     source: Branch
     match: Match
+    prompt: TypedText
     suffix: TypedText
     ids: list[int]
     lengths: list[int]
     max_tokens: int
     needed_bytes: int
+    is_shared: bool = False
+
+    @property
+    def reach_bytes(self) -> int:
+        """Bytes of the prompt whose KV exists."""
+        return self.source.text_bytes_of(self.match.computed_tokens)
+
+    def needs(self, core: EngineCore, agent: Agent) -> int:
+        """`needed_bytes` as of now.
+
+        Raises:
+            BudgetExceeded: that is more than there can be.
+        """
+        tokens = self.match.keep_tokens + len(self.ids) + self.max_tokens
+        return refuse_over_budget(core, agent, self.source, tokens)
+
+    def drop(self, core: EngineCore) -> None:
+        """It is not carried out: let go of what it maps."""
+        if self.is_shared:
+            core.let_go(self.source)
 
 
 def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnResult]:
@@ -136,16 +165,17 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
     agent, is_new = core.agents.get_or_create(request.ref)
     try:
         plan = _plan(core, agent, request)
-        state.request = replace(request, max_tokens=plan.max_tokens)
-        state.is_shortened = plan.max_tokens < request.max_tokens
         residence = state.residence = _residence(core, agent, plan, state)
         try:
-            began_s = core.clock()
-            if not core.reservations.is_in(residence.reservation):
-                core.paging.expect(plan.source.space)
-            yield from residence.until_in()
-            state.times.queued_s += core.clock() - began_s
-            return (yield from _carry_out(core, agent, plan, sampler, state, residence))
+            plan = yield from _until_in(core, agent, plan, state, residence)
+            state.request = replace(request, max_tokens=plan.max_tokens)
+            state.is_shortened = plan.max_tokens < request.max_tokens
+            token_bytes = [*plan.source.token_bytes[: plan.match.keep_tokens], *plan.lengths]
+            advance = core.sharing.begin(agent.ref, plan.prompt, token_bytes, lambda: residence.is_away)
+            try:
+                return (yield from _carry_out(core, agent, plan, sampler, state, residence, advance))
+            finally:
+                core.sharing.end(advance)
         finally:
             residence.close()
     finally:
@@ -158,28 +188,100 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
 
 def _residence(core: EngineCore, agent: Agent, plan: Plan, state: TurnState) -> Residence:
     """Ask for the turn's place."""
-    tokens = plan.match.keep_tokens + len(plan.ids) + plan.max_tokens
-
-    def needs() -> int:
-        return refuse_over_budget(core, agent, plan.source, tokens)
-
     asked = reserve(core, plan.source, plan.needed_bytes, is_background=state.is_background, can_leave=True)
-    return Residence(core, state, asked, plan.needed_bytes, needs)
+    return Residence(core, state, asked, plan.needed_bytes, partial(plan.needs, core, agent))
 
 
 def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
     prompt = request.prompt if request.continues is None else request.continues.after(agent.branch.typed)
+    if request.appends_text:
+        prompt = joined(agent.branch.typed, prompt)
     branch_id, match = _match(agent, request, prompt)
-    source = agent.branches[branch_id]
-    suffix = rest_of(prompt, 0 if request.appends_text else match.keep_bytes)
-    refuse_long_text(core, suffix, match.keep_tokens, request.max_tokens)
-    ids, lengths = core.encode(suffix, at_start=match.keep_tokens == 0)
-    prompt_tokens = match.keep_tokens + len(ids)
-    if not prompt_tokens:
-        raise InvalidParams("the text is empty; send at least one character", parameter="text")
-    max_tokens = new_tokens(core, request, prompt_tokens)
-    needed_bytes = refuse_over_budget(core, agent, source, prompt_tokens + max_tokens)
-    return Plan(source, match, suffix, ids, lengths, max_tokens, needed_bytes)
+    source, is_shared = agent.branches[branch_id], False
+    if not (_goes_on(request) and agent.branch.tokens):
+        reach_bytes = source.text_bytes_of(match.computed_tokens)
+        found = core.sharing.find(agent.ref, prompt, reach_bytes)
+        if found is not None:
+            source, is_shared = core.sharing.map_pages(agent, *found), True
+            match = _shared_match(match, source)
+    try:
+        suffix = rest_of(prompt, match.keep_bytes)
+        refuse_long_text(core, suffix, match.keep_tokens, request.max_tokens)
+        ids, lengths = core.encode(suffix, at_start=match.keep_tokens == 0)
+        prompt_tokens = match.keep_tokens + len(ids)
+        if not prompt_tokens:
+            raise InvalidParams("the text is empty; send at least one character", parameter="text")
+        max_tokens = new_tokens(core, request, prompt_tokens)
+        needed_bytes = refuse_over_budget(core, agent, source, prompt_tokens + max_tokens)
+    except BaseException:
+        if is_shared:
+            core.let_go(source)
+        raise
+    return Plan(source, match, prompt, suffix, ids, lengths, max_tokens, needed_bytes, is_shared)
+
+
+def _goes_on(request: TurnRequest) -> bool:
+    """Whether what is added goes on from where the agent is, whatever else has the same text."""
+    return request.append or request.continues is not None
+
+
+def _shared_match(own: Match, source: Branch) -> Match:
+    """What pages of the namespace keep of a prompt, told as an addition to how the agent's own text compares."""
+    tokens = len(source.tokens)
+    return replace(
+        own,
+        keep_tokens=tokens,
+        keep_bytes=len(source.text),
+        computed_tokens=tokens,
+        reason=f"{own.reason}; {tokens} tokens are in pages of the namespace",
+    )
+
+
+def _until_in(
+    core: EngineCore, agent: Agent, plan: Plan, state: TurnState, residence: Residence
+) -> Generator[Wait, None, Plan]:
+    """Wait for a place, then for pages that other turns are about to seal.
+
+    Returns:
+        The plan, a new one when there is more to begin with by now.
+
+    Raises:
+        Cancelled: nothing is mapped any more; the caller closes the residence.
+    """
+    began_s = core.clock()
+    try:
+        if not core.reservations.is_in(residence.reservation):
+            core.paging.expect(plan.source.space)
+        yield from residence.until_in()
+        while not (_goes_on(state.request) and agent.branch.tokens):
+            plan = _replan(core, agent, plan, state.request, residence)
+            there = core.sharing.awaited(agent.ref, plan.prompt, plan.reach_bytes)
+            if there is None:
+                break
+            yield lambda: there() or residence.is_wanted or state.stop() is not None  # noqa: B023  waited for at once
+            raise_if_stopped(state.stop)
+            yield from residence.step_aside()
+    except BaseException:
+        plan.drop(core)
+        raise
+    state.times.queued_s += core.clock() - began_s
+    return plan
+
+
+def _replan(core: EngineCore, agent: Agent, plan: Plan, request: TurnRequest, residence: Residence) -> Plan:
+    """A plan that begins with more pages, if there are more by now and it fits the place that the turn has."""
+    if core.sharing.find(agent.ref, plan.prompt, plan.reach_bytes) is None:
+        return plan
+    try:
+        better = _plan(core, agent, request)
+    except KvdError:  # other ids of the same text may be more of them
+        return plan
+    if better.needed_bytes > residence.needed_bytes:
+        better.drop(core)
+        return plan
+    plan.drop(core)
+    residence.needs = partial(better.needs, core, agent)
+    return better
 
 
 def _match(agent: Agent, request: TurnRequest, prompt: TypedText) -> tuple[int, Match]:
@@ -208,7 +310,13 @@ def _match(agent: Agent, request: TurnRequest, prompt: TypedText) -> tuple[int, 
 
 
 def _carry_out(
-    core: EngineCore, agent: Agent, plan: Plan, sampler: Sampler, state: TurnState, residence: Residence
+    core: EngineCore,
+    agent: Agent,
+    plan: Plan,
+    sampler: Sampler,
+    state: TurnState,
+    residence: Residence,
+    advance: Advance,
 ) -> Generator[Wait, None, TurnResult]:
     """Fork when the prompt diverges, work on the branch, and go back to where the agent was if nothing came of it."""
     before = agent.branch
@@ -216,20 +324,26 @@ def _carry_out(
     branch = plan.source
     faults_before = core.pager.faults(branch.space)
     notes: list[str] = []
-    if plan.match.kind == "diverge":
+    if plan.is_shared:
+        agent.branches[branch.branch_id] = branch
+    elif plan.match.kind == "diverge":
         branch, notes = yield from _fork(core, agent, plan, state)
         state.swapped_in_pages = core.pager.faults(plan.source.space) - faults_before
         faults_before = 0
     core.make_current(agent, branch)
     state.note_swap_in(core, began_s)
+    advance.branch = branch
     try:
-        return (yield from _work(core, agent, branch, plan, sampler, state, residence, notes, faults_before))
+        result = yield from _work(core, agent, branch, plan, sampler, state, residence, notes, faults_before)
     except BaseException:
         if len(branch.tokens) <= plan.match.keep_tokens and branch is not before:
             core.make_current(agent, before)
-            if branch is not plan.source:
+            if branch is not plan.source or plan.is_shared:
                 core.close_branch(agent, branch)
         raise
+    if branch is not before and before.branch_id in agent.branches and not (before.tokens or before.logged):
+        core.close_branch(agent, before)  # a new agent's empty one
+    return result
 
 
 def _fork(
@@ -270,7 +384,9 @@ def _work(
         request.emit({"type": "matched", **matched, "cached_tokens": cached_tokens})
         finish = yield from _generate(generation, request, replaying=replaying)
         core.stats.tokens_reused += cached_tokens
+        core.stats.tokens_shared += min(cached_tokens, branch.borrowed_pages * PAGE_TOKENS) if plan.is_shared else 0
         yield from generation.trim()
+        core.sharing.note(branch)
         usage = {
             "prompt_tokens": generation.prompt_tokens,
             "cached_tokens": cached_tokens,
@@ -280,7 +396,8 @@ def _work(
         began_s = core.clock()
         # a cancelled turn is worth a record when it added text, or KV to what the log has (its fork is let go of else)
         longer = len(branch.tokens) > plan.match.keep_tokens
-        gained = finish != "cancelled" or longer or (branch is plan.source and not branch.saved)
+        is_own = branch is plan.source and not plan.is_shared
+        gained = finish != "cancelled" or longer or (is_own and not branch.saved)
         done = yield from _commit(core, agent, branch, gained=gained)
         state.times.commit_s = core.clock() - began_s
         state.swapped_in_pages += core.pager.faults(branch.space) - faults_before

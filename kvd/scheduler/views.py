@@ -166,6 +166,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "written_bytes_per_token": round(store.bytes_written / max(1, core.stats.tokens_computed), 1),
         "tokens_computed": core.stats.tokens_computed,
         "tokens_reused": core.stats.tokens_reused,
+        "tokens_shared": core.stats.tokens_shared,
         "tokens_replayed": core.stats.tokens_replayed,
         "decode_steps": core.stats.decode_steps,
         "decode_rows": core.stats.decode_rows,

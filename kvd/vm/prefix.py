@@ -139,7 +139,7 @@ def match(stored: StoredText, prompt: TypedText) -> Match:
     check_spans(prompt)
     if not stored.tokens:
         return NEW_MATCH
-    matched = _typed_prefix_bytes(stored.text, prompt)
+    matched = typed_prefix_bytes(stored.text, prompt)
     stored_bytes = len(stored.text.data)
     if matched == stored_bytes:
         kind: MatchKind = "exact" if matched == len(prompt.data) else "extend"
@@ -220,7 +220,7 @@ def _control_runs(spans: Sequence[Span]) -> list[tuple[int, bool]]:
     return [(end, span.kind == "control") for end, span in zip(ends, spans, strict=True) if span.text_bytes]
 
 
-def _typed_prefix_bytes(left: TypedText, right: TypedText) -> int:
+def typed_prefix_bytes(left: TypedText, right: TypedText) -> int:
     """Bytes that agree in value and in being control text or not."""
     limit = common_prefix_bytes(left.data, right.data)
     left_runs, right_runs = _control_runs(left.spans), _control_runs(right.spans)

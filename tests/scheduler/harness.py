@@ -93,6 +93,7 @@ def make_core(
     log: Callable[..., None],
     window: int | None = None,
     prefetch: str = "predict",
+    sharing: str = "namespace",
 ) -> EngineCore:
     """Put an engine core together as `kvd.assembly` does; agents are restored by the caller."""
     spec = make_spec(codec.token_count, window=window)
@@ -127,6 +128,7 @@ def make_core(
             backend=ReferenceBackend(),
             chunk_tokens=chunk_tokens,
             prefetch=prefetch,
+            sharing=sharing,
             clock=clock,
             log=log,
         )
@@ -150,6 +152,7 @@ class World:
         chunk_tokens: of a prefill step.
         seed: of the disk's choices and of when queued operations are carried out.
         window: tokens that the second group sees; None for all.
+        sharing: who may map whose pages; another one counts from the next start.
     """
 
     def __init__(
@@ -161,7 +164,9 @@ class World:
         chunk_tokens: int = 128,
         seed: int = 0,
         window: int | None = None,
+        sharing: str = "namespace",
     ) -> None:
+        self.sharing = sharing
         self.fs = LossyFileSystem(folder / "side", seed=seed)
         self.codec = codec
         self.budget_pages = budget_pages
@@ -223,6 +228,7 @@ class World:
             clock=lambda: self.now_s,
             log=self.log,
             window=self.window,
+            sharing=self.sharing,
         )
         self.notices = restore_agents(self.core, self.report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -238,8 +239,9 @@ def test_an_instruction_that_is_lost_half_way_is_nobodys_own_fault(
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def test_pages_read_for_others_are_not_counted(world: World) -> None:
+def test_pages_read_for_others_are_not_counted(make_world: Callable[..., World]) -> None:
     """`swapped_in_pages` is the turn's own, `swapped_pages` what is only on disk, `resident` what can be read."""
+    world = make_world(sharing="agent")
     for name in ("a", "b"):
         world.generate(name, text_of(60), max_tokens=1)
     world.settle()

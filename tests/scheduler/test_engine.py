@@ -118,6 +118,7 @@ class Runner:
         clock: Callable[[], float] = time.monotonic,
         window: int | None = None,
         prefetch: str = "predict",
+        sharing: str = "namespace",
         **options: Any,
     ) -> None:
         self.root = root
@@ -125,6 +126,7 @@ class Runner:
         self.clock = clock
         self.window = window
         self.prefetch = prefetch
+        self.sharing = sharing
         self.codec = codec
         self.fs = RefusingFileSystem()
         self.model = FakeModel(codec.token_count)
@@ -173,6 +175,7 @@ class Runner:
             clock=self.clock,
             window=self.window,
             prefetch=self.prefetch,
+            sharing=self.sharing,
             log=lambda event, **facts: self.logged.append((event, facts)),
         )
         restore_agents(core, report)

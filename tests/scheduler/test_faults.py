@@ -367,7 +367,7 @@ def test_a_pin_follows_the_current_branch(world: World) -> None:
 
 def test_what_pinned_agents_leave_is_too_little_is_said_at_once(make_world: Callable[..., World]) -> None:
     """A request that could only run without somebody's pin is refused; without this it would wait for ever."""
-    world = make_world(budget_pages=16)
+    world = make_world(budget_pages=16, sharing="agent")
     world.generate("pinned", text_of(50), max_tokens=1)
     assert world.job("pin", "pinned").facts["pinned"]
     error = world.generate("a", text_of(80), max_tokens=1).error

@@ -76,7 +76,7 @@ def figures(runner: Runner) -> dict[str, Any]:
 
 def test_agents_that_take_turns_are_expected(make_runner: Callable[..., Runner]) -> None:
     """Round robin of three with room for two: the next agent is always expected, and pages loaded for it are used."""
-    runner = room_for(make_runner, 2.2)
+    runner = room_for(make_runner, 2.2, sharing="agent")
     texts: dict[str, str] = {}
     take_turns(runner, "abc", 2, texts)
     before = figures(runner)
@@ -93,7 +93,7 @@ def test_agents_that_take_turns_are_expected(make_runner: Callable[..., Runner])
 
 def test_a_predicted_agent_comes_in_while_another_computes(make_runner: Callable[..., Runner]) -> None:
     """While the model is busy with one agent, the next one's pages arrive; its turn then waits for nothing."""
-    runner = room_for(make_runner, 2.2)
+    runner = room_for(make_runner, 2.2, sharing="agent")
     texts: dict[str, str] = {}
     take_turns(runner, "abc", 2, texts)
     gate = Gate(runner.model)
@@ -110,7 +110,7 @@ def test_the_setting_says_what_is_loaded_ahead(
     make_runner: Callable[..., Runner], prefetch: str, reasons: set[str]
 ) -> None:
     """`hints`: for turns that wait only; `off`: nothing; what a client asks for is loaded always."""
-    runner = room_for(make_runner, 1.5, prefetch=prefetch, max_batch=2)
+    runner = room_for(make_runner, 1.5, sharing="agent", prefetch=prefetch, max_batch=2)
     texts: dict[str, str] = {}
     take_turns(runner, "ab", 2, texts)
     answers = [runner.turn(name, texts[name], max_tokens=6) for name in "ab"]
@@ -124,7 +124,7 @@ def test_the_setting_says_what_is_loaded_ahead(
 
 def test_a_turn_that_waits_for_room_is_loaded_ahead(make_world: Callable[..., World]) -> None:
     """A turn that was started and waits beside others is as certain as one in the queue."""
-    world = make_world(budget_pages=14)
+    world = make_world(budget_pages=14, sharing="agent")
     world.generate("a", text_of(LINES))
     world.generate("b", text_of(LINES))
     world.job("evict", "a")
@@ -185,7 +185,7 @@ def test_a_turn_that_was_refused_says_nothing_about_thrashing(make_runner: Calla
 
 def test_thrashing_is_noticed_told_and_everybody_is_answered(make_runner: Callable[..., Runner]) -> None:
     """Two agents with room for little more than one, nothing loaded ahead: `thrashing` until it is over."""
-    runner = room_for(make_runner, 1.1, prefetch="off", max_batch=4, max_queued=64)
+    runner = room_for(make_runner, 1.1, sharing="agent", prefetch="off", max_batch=4, max_queued=64)
     names, texts = "ab", {name: text_of(LINES) for name in "ab"}
     assert not runner.engine.queue_facts["thrashing"]
     for _ in range(2 * TURNS):

@@ -157,12 +157,16 @@ def test_generated_text_that_comes_back_as_content_matches(world: World) -> None
     assert world.agent("a").branch.tokens[: len(ids)] == ids
 
 
-def test_an_agent_never_continues_another_ones_context(world: World) -> None:
+@pytest.mark.parametrize("sharing", ["namespace", "agent"])
+def test_an_agent_never_continues_another_ones_context(make_world: Callable[..., World], sharing: str) -> None:
     """Identity is explicit: equal text gives equal answers and no shared address space (P10, P19)."""
+    world = make_world(sharing=sharing)
     text = text_of(30)
     first = world.generate("a", text, max_tokens=2).turn
     second = world.generate("b", text, max_tokens=2).turn
-    assert (second.match, second.cached_tokens, second.text) == ("new", 0, first.text)
+    whole = first.prompt_tokens // PAGE_TOKENS * PAGE_TOKENS if sharing == "namespace" else 0
+    assert (second.match, second.cached_tokens, second.text) == ("new", whole, first.text)
+    assert world.agent("a").branch.space != world.agent("b").branch.space
     world.generate("a", world.text("a") + " only a", max_tokens=1)
     assert "only a" not in world.text("b")
 

@@ -159,12 +159,12 @@ def test_a_prompt_fits_when_its_window_does(make_world: Callable[..., World]) ->
 
 def test_a_pin_counts_the_window(make_world: Callable[..., World]) -> None:
     """A pinned agent holds what its next step sees, so more agents can be pinned beside each other."""
-    world = make_world(window=WINDOW, budget_pages=40)
+    world = make_world(window=WINDOW, budget_pages=40, sharing="agent")
     for name in ("a", "b", "c"):
         long_agent(world, name)
         world.job("pin", name)
     held = sum(world.agent(name).pinned for name in ("a", "b", "c"))
-    plain = make_world(budget_pages=40)
+    plain = make_world(budget_pages=40, sharing="agent")
     for name in ("a", "b", "c"):
         long_agent(plain, name)
         plain.job("pin", name)
