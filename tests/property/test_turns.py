@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvd.errors import AgentBusy, BudgetExceeded, Busy, Cancelled, ContextFull, InternalError, KvdError
 from kvd.model.tokenizer import TextCodec
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Branch
 from kvd.scheduler.errors import NotDeleted
 from kvd.store.layout import page_of_file
@@ -108,11 +109,14 @@ class TurnMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
         chunk=st.sampled_from([64, 300]),
         window=st.sampled_from([None, 60, 200]),
+        sharing=st.sampled_from(["namespace", "namespace", "agent"]),
     )
-    def begin(self, budget: int, seed: int, chunk: int, window: int | None) -> None:
-        """A small or a large budget, small or large chunks, a group that sees everything or a window."""
+    def begin(self, budget: int, seed: int, chunk: int, window: int | None, sharing: str) -> None:
+        """A small or a large budget, small or large chunks, all seen or a window, pages of others or none."""
         self.folder = Path(tempfile.mkdtemp(prefix="kvd-turns-", dir=MEMORY))
-        self.world = World(self.folder, codec(), budget_pages=budget, chunk_tokens=chunk, seed=seed, window=window)
+        self.world = World(
+            self.folder, codec(), budget_pages=budget, chunk_tokens=chunk, seed=seed, window=window, sharing=sharing
+        )
         self.durable: dict[str, Snapshot] = {}  # what the disk has promised to keep
         self.refusing = False
         self.spoiled = False
@@ -141,18 +145,21 @@ class TurnMachine(RuleBasedStateMachine):
         """A turn whose prompt repeats, extends, cuts or changes what the agent holds."""
         name = self.name()
         stored = self.world.text(name) if self.world.has(name) else ""
-        how = self.draw(st.sampled_from(["extend"] * 3 + ["exact", "diverge", "prefix", "new"]), "how")
+        how = self.draw(st.sampled_from(["extend"] * 3 + ["like"] * 2 + ["exact", "diverge", "prefix", "new"]), "how")
         prompt = {
             "extend": lambda: stored + self.new_words(),
             "exact": lambda: stored,
             "diverge": lambda: stored[: self.part(len(stored))] + self.new_words(),
             "prefix": lambda: stored[: self.part(len(stored))],
             "new": self.new_words,
+            "like": self.like_another,
         }[how]()
         max_tokens = self.draw(st.integers(0, 6), "max_tokens")
         stop = self.draw(st.sampled_from([(), (), (), ("e",), ("th", " pa")]), "stop")
         cancel_after = self.draw(st.sampled_from([None] * 6 + list(range(8))), "cancel_after")
         expected = self.expected_cached(name, prompt.encode())
+        shared = self.expected_shared(name, prompt.encode())
+        flawless = not self.spoiled and not self.crowded
         before = self.state(name)
         outcome = self.world.generate(name, prompt, max_tokens, stop=stop, cancel_after=cancel_after)
         if outcome.error is not None:
@@ -168,7 +175,11 @@ class TurnMachine(RuleBasedStateMachine):
         assert self.world.truth.is_greedy(branch.tokens, turn.prompt_tokens)
         if "page lost" not in turn.match_reason:
             exact = {cached - 1 if max_tokens and cached == turn.prompt_tokens else cached for cached in expected}
-            assert turn.cached_tokens in exact
+            if "pages of the namespace" in turn.match_reason or (shared and flawless):
+                whole = {tokens - 1 if max_tokens and tokens == turn.prompt_tokens else tokens for tokens in shared}
+                assert turn.cached_tokens in whole
+            else:
+                assert turn.cached_tokens in exact
         self.after(name, durable=turn.durable)
 
     def inject(self) -> None:
@@ -348,6 +359,30 @@ class TurnMachine(RuleBasedStateMachine):
         if not self.world.has(name):
             return {0}
         return {max(min(kept_by(each, prompt), each.computed) for each in self.world.agent(name).branches.values())}
+
+    def expected_shared(self, name: str, prompt: bytes) -> set[int]:
+        """Tokens of whole pages of any agent that hold more of a prompt than the agent's own branches have KV of."""
+        if self.world.sharing == "agent":
+            return set()
+        mine = self.world.agent(name).branches.values() if self.world.has(name) else []
+        kept = {each.branch_id: min(kept_by(each, prompt), each.computed) for each in mine}
+        reach = max((each.text_bytes_of(kept[each.branch_id]) for each in mine), default=0)
+        places = set()
+        for agent in self.world.core.agents:
+            for branch in agent.branches.values():
+                for pages in range(1, min(kept_by(branch, prompt), branch.computed) // PAGE_TOKENS + 1):
+                    end = branch.text_bytes_of(pages * PAGE_TOKENS)
+                    if end > reach and kept_by(branch, bytes(branch.text[:end]) + b"\0") == pages * PAGE_TOKENS:
+                        places.add((end, pages * PAGE_TOKENS))
+        return (
+            {tokens for end, tokens in places if end == max(places)[0]} if not self.spoiled else {t for _, t in places}
+        )
+
+    def like_another(self) -> str:
+        """A beginning of what any agent holds, and more."""
+        other = self.name("kid")
+        text = self.world.text(other) if self.world.has(other) else ""
+        return text[: len(text) - self.part(len(text)) // 4] + self.new_words()
 
     def after(self, name: str, *, durable: bool) -> None:
         """Note what an operation promised."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.ids import SpaceId
@@ -81,6 +81,7 @@ def test_what_is_cut_or_gone_is_not_found() -> None:
     assert texts.find(content(b"one two ")) == []
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_it_finds_what_comparing_every_text_finds(data: st.DataObject) -> None:
     """Any pages, kinds and cuts: exactly the runs whose bytes and kinds the prompt begins with."""
