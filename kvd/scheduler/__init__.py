@@ -10,7 +10,8 @@ carries out the pager's instructions, `messages` are what reaches the engine, `p
 `prediction` expects and feeds `thrashing`, which slows admission down, `params` checks RPC parameters, `places` tells
 waiting requests where they stand, `registry` finds agents, `requests` is what goes in and out, `residence` what a turn
 holds and gives back when preempted, `reserving` says who may be in RAM at once, `restore` brings recovered agents
-back, `sampling` chooses tokens, `service` has the RPC methods, `state` the pure scheduler, `steps` runs the model for
+back, `sampling` chooses tokens, `service` has the RPC methods, `sharing` finds pages of the
+namespace and who is about to make them, `state` the pure scheduler, `steps` runs the model for
 all who wait for it, `stopping` stop strings, `store_door` the way to the swap thread, `tracing` writes down what
 agents do to pages, `turn` one turn from matching to commit, `upkeep` what the engine does for itself, `views` what
 clients may see, `waiting` how requests wait, `warm` has the folders of exported agents.

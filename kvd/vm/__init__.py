@@ -5,7 +5,8 @@
 - `address_space`, `page_table` and `page` hold what is mapped where and in which state; `mapping` changes it.
 - `demand` says what goes next, `prefetch` what is loaded before anybody demands it, `budget` counts bytes, `eviction`
   ranks victims, `transfers` starts loads and writes, `integrity` counts again; `window` says which pages a step sees.
-- `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content.
+- `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content, `sharing`
+  finds the pages of a domain that a prompt begins with.
 - `trace` has the words for writing down what agents did, so that another policy can be asked the same.
 - `errors` says whose fault it was.
 
