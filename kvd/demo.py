@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvd.bench.harness import DaemonProcess, drop_page_cache, scratch_folder
+from kvd.bench.harness import UNSHARED, DaemonProcess, drop_page_cache, scratch_folder
 from kvd.bench.text import technical_english
 from kvd.errors import EnvironmentFault
 from kvd.ops.sizes import format_size
@@ -93,6 +93,8 @@ def run_demo(*, model: str, options: Sequence[str], console: Console) -> DemoRep
     """
     report = DemoReport()
     began = time.monotonic()
+    # an agent that resumes must not find what its unbroken fork computed
+    options = (*UNSHARED, *options)
     with scratch_folder() as scratch, DaemonProcess(scratch / "data", model=model, options=options) as daemon:
         with daemon.client() as client:
             facts = client.model_info()

@@ -40,7 +40,7 @@ def test_allowed_values_are_those_of_the_packages_that_use_them() -> None:
     [
         ({"kv_format": "q5"}, "kv-format must be one of auto, q4, q4c, k8v4, q8, q2, not 'q5'"),
         ({"attention": "cuda9"}, "attention must be one of auto, "),
-        ({"sharing": "everybody"}, "sharing must be one of agent"),
+        ({"sharing": "everybody"}, "sharing must be one of namespace, agent, not 'everybody'"),
         ({"prefetch": "always"}, "prefetch must be one of predict, hints, off, not 'always'"),
         ({"eviction": "fifo"}, "eviction must be one of lru, reuse, not 'fifo'"),
         ({"log_level": "loud"}, "log-level must be one of debug, info, warning, error, not 'loud'"),

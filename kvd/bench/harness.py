@@ -20,6 +20,8 @@ from kvd_client import Client, KvdClientError
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
+UNSHARED = ("--sharing", "agent")
+"""For what measures or compares agents of equal texts: none may find what another one has computed."""
 
 
 class DaemonProcess:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from kvd.bench.harness import DaemonProcess, scratch_folder
+from kvd.bench.harness import UNSHARED, DaemonProcess, scratch_folder
 from kvd.bench.machine import MachineRates, measure_rates
 from kvd.bench.serve_figures import Figure, decode_floor_tokens_s, middle, number, ratio
 from kvd.bench.serve_reference import BatchSpeed, batch_speed
@@ -79,14 +79,14 @@ def run_serve(*, model: str, folder: Path, sizes: Sizes, tell: Callable[[str], N
     prompts = Prompts(TextCodec.from_folder(folder))
     rates = measure_rates()
     with scratch_folder() as scratch:
-        options = ("--max-batch", str(sizes.agents + 1))
+        options = (*UNSHARED, "--max-batch", str(sizes.agents + 1))
         with DaemonProcess(scratch / "data", model=model, options=options) as daemon:
             with daemon.client() as client:
                 facts = client.model_info()
             together = run_together(daemon, prompts, sizes, tell)
             beside = run_beside(daemon, prompts, sizes, tell)
         budget_bytes = swap_budget_bytes(sizes, token_bytes=number(facts, "token_bytes"))
-        options = ("--budget", str(budget_bytes))
+        options = (*UNSHARED, "--budget", str(budget_bytes))
         with DaemonProcess(scratch / "small", model=model, options=options) as daemon:
             swap = run_swap(daemon, prompts, sizes, tell)
     tell("mlx-lm's batched generation")

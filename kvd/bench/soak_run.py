@@ -377,9 +377,13 @@ class Soak:
                 self._trouble(f"{agent} continued with {before!r}, and {when} with {now!r}")
 
     def _make_witness(self) -> None:
-        """An agent computed alone by a fresh daemon; the same steps must give the same tokens whenever they are run."""
+        """An agent computed alone by a fresh daemon; the same steps must give the same tokens whenever they are run.
+
+        It goes at once: an agent with its text would begin with its pages instead of running the steps.
+        """
         with self.daemon.client() as client:
             self._witness = self._witness_text(client, "witness")
+            client.delete("witness")
 
     def _witness_text(self, client: Client, agent: str) -> str:
         prompt = technical_english()[5000:8000]

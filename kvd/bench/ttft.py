@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvd.bench.harness import DaemonProcess, drop_page_cache, scratch_folder
+from kvd.bench.harness import UNSHARED, DaemonProcess, drop_page_cache, scratch_folder
 from kvd.bench.reference import PREFILL_STEPS, first_token_s
 from kvd.bench.text import technical_english
 from kvd.errors import InvalidParams
@@ -124,7 +124,7 @@ def run_ttft(
     for tokens in lengths:
         prompt = make_prompt(codec, tokens)
         with scratch_folder() as scratch:
-            daemon = DaemonProcess(scratch / "data", model=model, options=options)
+            daemon = DaemonProcess(scratch / "data", model=model, options=(*UNSHARED, *options))
             with daemon:
                 with daemon.client() as client:
                     facts = client.model_info()

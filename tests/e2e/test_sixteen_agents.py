@@ -46,8 +46,8 @@ with ThreadPoolExecutor(len(jobs)) as pool:
 
 @pytest.fixture(scope="module")
 def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
-    """A daemon that decodes for all sixteen at once; `--check` is on. Keys and values of 8 bits."""
-    options = ("--check", "--max-batch", str(AGENTS), "--kv-format", "q8")
+    """A daemon that decodes for all sixteen at once; `--check` is on. Keys and values of 8 bits; nothing is shared."""
+    options = ("--check", "--max-batch", str(AGENTS), "--kv-format", "q8", "--sharing", "agent")
     with short_folder() as folder, Daemon(folder, tiny_model_dir, options) as running:
         yield running
 
