@@ -61,7 +61,7 @@ def test_a_cancelled_member_leaves_the_batch(daemon: Daemon) -> None:
 
 def test_a_kill_in_mid_batch_costs_no_durable_token(make_daemon: MakeDaemon) -> None:
     """P2: every agent of a killed batch resumes at its last durable token and says what a twin says (greedy)."""
-    daemon = make_daemon()
+    daemon = make_daemon("--sharing", "agent")
     daemon.start()
     texts = [prose(280 + i, f"killed-{i}") for i in range(CLIENTS)]
     said = [daemon.client.generate(f"killed-{i}", text, max_tokens=8).text for i, text in enumerate(texts)]

@@ -20,7 +20,7 @@ def test_a_needle_older_than_two_windows_is_found_after_kill_9(make_daemon: Make
     """P1, P30, P31, P32: the resumed agent reuses every computed token and says what it read far before its windows."""
     secret = "48213"
     text = f"The secret number of the lighthouse is {secret}.\n\n" + str(topics["assignment"])[:5200]
-    daemon = make_daemon(model=gemma3_folder().path).start()
+    daemon = make_daemon("--sharing", "agent", model=gemma3_folder().path).start()
     calls, request = transcript()
     assert daemon.client.inject("tools", calls).durable
     first = daemon.client.inject("keeper", text)

@@ -29,7 +29,7 @@ def article(name: str, characters: int) -> str:
 
 def test_a_conversation_survives_kill_9(make_daemon: MakeDaemon, smollm2_dir: Path) -> None:
     """P1, P2, P14, P32: after `kill -9` all KV is reused; answers equal an unbroken fork's, tool calls are exact."""
-    daemon = make_daemon("--kv-format", "auto", model=smollm2_dir).start()
+    daemon = make_daemon("--kv-format", "auto", "--sharing", "agent", model=smollm2_dir).start()
     messages = [
         {"role": "system", "content": "You answer questions about this text:\n" + article("assert", 1600)},
         {"role": "user", "content": "What does an assert statement do?"},

@@ -82,7 +82,7 @@ def _prepare(killed: Killed) -> None:
 @pytest.fixture(scope="module")
 def killed(tiny_model_dir: Path) -> Iterator[Killed]:
     """One kill for all tests of this module."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as daemon:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, ("--check", "--sharing", "agent")) as daemon:
         scene = Killed(daemon)
         _prepare(scene)
         daemon.restart()

@@ -107,7 +107,7 @@ def test_inject_then_generate_reuses_the_injected_tokens(daemon: Daemon) -> None
     assert (more.tokens, more.appended_tokens) == (410, 10)
     result = client.generate("inject", handbook + question, max_tokens=5)
     assert (result.match, result.prompt_tokens, result.cached_tokens) == ("exact", 410, 409)
-    whole = client.generate("inject-twin", handbook + question, max_tokens=5)
+    whole = client.generate("inject-twin", handbook + question, max_tokens=5, namespace="twin")
     assert whole.cached_tokens == 0
 
 

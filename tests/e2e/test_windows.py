@@ -45,7 +45,7 @@ def test_five_turns_of_which_each_is_a_hit(daemon: Daemon) -> None:
 
 def test_a_kill_changes_no_token(make_daemon: MakeDaemon, gemma_dir: Path) -> None:
     """P2, P31: the resumed agent says what a twin says that never was killed, and reuses every computed token."""
-    daemon = make_daemon(model=gemma_dir)
+    daemon = make_daemon("--sharing", "agent", model=gemma_dir)
     daemon.start()
     text = prose(LONG + 100, "kill")
     answers = {agent: daemon.client.generate(agent, text, max_tokens=NEXT) for agent in ("killed", "twin")}

@@ -116,7 +116,7 @@ def _kill_after(daemon: Daemon, stream: GenerateStream, trigger: str, delay_s: f
 @pytest.fixture(scope="module")
 def unbroken(tiny_model_dir: Path) -> Iterator[dict[int, list[str]]]:
     """Each agent's generated texts when nothing is ever killed."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as daemon:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, ("--check", "--sharing", "agent")) as daemon:
         scripts = [Script(agent) for agent in range(AGENTS)]
         for script in scripts:
             for _ in range(KILLS + 2):
@@ -133,7 +133,7 @@ def test_durable_turns_survive_kills_at_any_moment(
     scripts = [Script(agent) for agent in range(AGENTS)]
     triggers = []
     with short_folder() as folder:
-        daemon = Daemon(folder, tiny_model_dir)
+        daemon = Daemon(folder, tiny_model_dir, ("--check", "--sharing", "agent"))
         try:
             for kill in range(KILLS):
                 if kill % 5 == 4:
