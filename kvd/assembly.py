@@ -27,7 +27,7 @@ from kvd.ops.device import Clamped, clamp_budget, clamp_quota, device_facts, dev
 from kvd.quant.spec import PAGE_TOKENS, PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
 from kvd.scheduler.batch_size import default_max_batch
-from kvd.scheduler.core import NUMERICS, EngineCore, domain_of
+from kvd.scheduler.core import NUMERICS, EngineCore
 from kvd.scheduler.memory import Memory
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.store_door import StoreDoor
@@ -144,7 +144,7 @@ class Assembly:
             memory.trace = TraceWriter(
                 trace,
                 pager=pager,
-                owner=lambda space: domain_of(core.owner(space)[0]),
+                owner=lambda space: str(core.owner(space)[0]),
                 windows=[group.layer.window for group in loaded.spec.groups],
                 page_tokens=PAGE_TOKENS,
                 clock=core.clock,

@@ -28,7 +28,7 @@ from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.admission import context_full
 from kvd.scheduler.agents import Agent, Baseline, Branch, page_runs
 from kvd.scheduler.commit import commit, delete_agent, make_recordable, sweep
-from kvd.scheduler.core import EngineCore, domain_of
+from kvd.scheduler.core import EngineCore
 from kvd.scheduler.file_steps import file_step, port_path, resumable, swap_answer
 from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.restore import restore_branch
@@ -241,7 +241,7 @@ def _refuse_too_large(core: EngineCore, header: AgentFileHeader, layouts: Sequen
 
 def _own_record(core: EngineCore, agent: Agent, record: AgentRecord) -> AgentRecord:
     """The file's record as the next one of this agent's log: a branch of its own, pages with new ids and keys."""
-    domain = Namespace(domain_of(agent.ref))
+    domain = Namespace(core.sharing.domain_of(agent.ref))
     segments = []
     for segment in record.segments:
         chain = KeyChain(domain, core.spec.fingerprint, GroupId(segment.group), core.numerics)
@@ -268,7 +268,7 @@ def _page_header(core: EngineCore, ref: AgentRef, segment: SegmentDelta, number:
         page_id=entry.page_id,
         key=entry.key,
         fingerprint=core.spec.fingerprint,
-        domain=domain_of(ref),
+        domain=core.sharing.domain_of(ref),
         group=segment.group,
         format_id=FormatId(segment.format_id),
         runs=entry.runs,

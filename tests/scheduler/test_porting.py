@@ -186,7 +186,7 @@ def test_an_agent_is_replaced_only_when_asked(world: World) -> None:
     """P8 P19: the old text goes, pages and all, once the new one is durable."""
     text = with_agent(world)
     export(world)
-    world.generate("b", text_of(40) + " other", max_tokens=1)
+    world.generate("b", "other " + text_of(40), max_tokens=1)
     old = world.text("b"), world.page_ids("b")
     assert isinstance(bring(world, "b").error, AgentExists)
     assert world.text("b") == old[0]

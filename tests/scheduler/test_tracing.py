@@ -13,7 +13,6 @@ from kvd.bench.eviction_replay import Replay
 from kvd.errors import EnvironmentFault
 from kvd.ids import GroupId, PageId, PageKey
 from kvd.quant.spec import PAGE_TOKENS
-from kvd.scheduler.core import domain_of
 from kvd.scheduler.tracing import TraceInTheWay, TraceWriter, open_trace
 from kvd.vm import events as ev
 from kvd.vm.eviction import LruPolicy
@@ -42,7 +41,7 @@ def traced(world: World, file: io.TextIOBase) -> TraceWriter:
     writer = TraceWriter(
         file,  # type: ignore[arg-type]
         pager=core.pager,
-        owner=lambda space: domain_of(core.owner(space)[0]),
+        owner=lambda space: str(core.owner(space)[0]),
         windows=[group.layer.window for group in core.spec.groups],
         page_tokens=PAGE_TOKENS,
         clock=lambda: world.now_s,
