@@ -7,11 +7,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test test-long check format bench clean
 
 help:
 	@echo "make demo    install into .venv and show an agent's context surviving kill -9"
 	@echo "make test    everything CI runs"
+	@echo "make test-long  the tests that take minutes"
 	@echo "make check   format, lint, types, layers, documentation, file sizes"
 	@echo "make format  rewrite the sources as 'make check' wants them"
 	@echo "make bench   the figures the README quotes"
@@ -33,6 +34,9 @@ demo: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -170,6 +170,7 @@ def test_five_phases_and_four_agents(make_daemon: MakeDaemon, tmp_path: Path) ->
     assert daemon.client.agent_info("warden").tokens > 1000
 
 
+@pytest.mark.long
 @pytest.mark.real_model
 def test_phases_with_a_real_model(make_daemon: MakeDaemon, smollm2_dir: Path, tmp_path: Path) -> None:
     """P2, P16, P33: SmolLM2 plays a shorter form; asked for its secret at the end, nobody tells another's."""
