@@ -156,6 +156,7 @@ def test_a_client_that_cannot_reach_its_daemon_says_so(tmp_path: Path) -> None:
         AgentProcess(tmp_path / "nobody.sock")
 
 
+@pytest.mark.long
 @pytest.mark.daemon
 def test_the_command_reports_every_figure(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One JSON object: what was run, each figure with its bar, and what the figures are made of."""

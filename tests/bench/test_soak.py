@@ -25,6 +25,7 @@ from tests.support.prose import prose
 FINGERPRINT, PAGE = "0" * 32, "ab" + "1" * 30
 
 
+@pytest.mark.long
 @pytest.mark.daemon
 def test_a_short_soak_with_kills_passes(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P23, P33, P2: three clients that misbehave and die, a daemon that is killed under them, and all is well after."""

@@ -606,7 +606,7 @@ class PagerMachine(RuleBasedStateMachine):
 
 
 PagerMachine.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=60,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
