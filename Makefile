@@ -5,6 +5,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Two workers keep two cores busy; each file's tests stay together, so that they share its daemons.
+PYTEST_WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .PHONY: help demo test test-long check format bench clean
@@ -33,7 +36,7 @@ demo: $(STAMP)
 	@$(BIN)/kvd demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long

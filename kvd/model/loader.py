@@ -7,9 +7,12 @@ and mlx_lm inside functions: importing this module stays cheap for commands that
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvd.model import mlx_lm_door
 from kvd.model.cache_spec import build_cache_spec, check_supported
 from kvd.model.errors import ModelCorrupt
 from kvd.model.fingerprint import fingerprint
@@ -20,6 +23,10 @@ from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 
 _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_PLAIN_TYPES: Final = frozenset({"gemma3_text", "llama", "qwen2", "qwen3"})
+"""Model types of unquantised folders, kvd's own conversions among them, that need nothing of `mlx_lm.utils`, which
+takes two seconds to import (`kvd.model.mlx_lm_door`)."""
 
 _MODEL_FILE_ERRORS: Final = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
@@ -81,16 +88,24 @@ def load(folder: ModelFolder) -> LoadedModel:
 def _load_weights(folder: ModelFolder) -> tuple[Any, str]:
     """The evaluated mlx_lm model and the dtype it computes in."""
     import mlx.core as mx
-    from mlx_lm.utils import dequantize_model, load_model
 
     folder.weight_files()
+    mlx_lm_door.prepare()
+    config = folder.config()
     try:
-        model, config = load_model(folder.path, lazy=True)
+        if _is_plain(folder, config):
+            model = _plain_model(folder, config)
+        else:
+            from mlx_lm.utils import load_model
+
+            model, config = load_model(folder.path, lazy=True)
     except _MODEL_FILE_ERRORS as error:
         raise ModelCorrupt(f"{folder.path} cannot be loaded: {error}", folder=str(folder.path)) from error
     model = getattr(model, "language_model", model)  # the text part of a multimodal folder
     if mx.default_device().type == mx.DeviceType.cpu:
         if "quantization" in config:
+            from mlx_lm.utils import dequantize_model
+
             model = _with_plain_heads(dequantize_model(model))
         model.set_dtype(mx.float32)
         dtype = "float32"
@@ -99,6 +114,28 @@ def _load_weights(folder: ModelFolder) -> tuple[Any, str]:
     mx.eval(model.parameters())
     model.eval()
     return model, dtype
+
+
+def _is_plain(folder: ModelFolder, config: Mapping[str, Any]) -> bool:
+    """Whether the model's own file and its weights are all there is to it."""
+    special = ("model_file", "quantization", "quantization_config", "quantize_activations", "text_config")
+    is_special = any(name in config for name in special) or (folder.path / "hf_quant_config.json").exists()
+    return config.get("model_type") in _PLAIN_TYPES and not is_special
+
+
+def _plain_model(folder: ModelFolder, config: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """The mlx_lm model of a plain folder, with its weights; none of them is evaluated yet."""
+    import mlx.core as mx
+
+    family = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = family.Model(family.ModelArgs.from_dict(config))
+    weights: dict[str, Any] = {}
+    for path in folder.weight_files():
+        weights |= mx.load(str(path))
+    if hasattr(model, "sanitize"):
+        weights = model.sanitize(weights)
+    model.load_weights(list(weights.items()), strict=True)
+    return model
 
 
 def _with_plain_heads(model: Any) -> Any:  # noqa: ANN401
