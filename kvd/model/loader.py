@@ -131,7 +131,9 @@ def _plain_model(folder: ModelFolder, config: Mapping[str, Any]) -> Any:  # noqa
     model = family.Model(family.ModelArgs.from_dict(config))
     weights: dict[str, Any] = {}
     for path in folder.weight_files():
-        weights |= mx.load(str(path))
+        loaded = mx.load(str(path))
+        assert isinstance(loaded, dict)  # so says the suffix
+        weights |= loaded
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights)
     model.load_weights(list(weights.items()), strict=True)

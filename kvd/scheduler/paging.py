@@ -51,9 +51,16 @@ class Paging:
             self._core.memory.apply(PrefetchHinted(space, "queued"))
 
     def started(self, request: TurnRequest) -> None:
-        """A turn starts: whoever comes after it can be loaded while it computes."""
+        """A turn starts. Nothing is loaded for its successors before its own pages are held (`activated`)."""
         if self._predicts:
             self.predictor.started(request.ref, request.connection)
+
+    def activated(self) -> None:
+        """A turn's pages are held: whoever comes after it can be loaded while it computes.
+
+        Not earlier: who has started is expected no more, so those who are would take its pages from it.
+        """
+        if self._predicts:
             self._predict()
 
     def ended(self, request: TurnRequest | JobRequest, *, has_run: bool, waits: Callable[[AgentRef], bool]) -> None:

@@ -103,6 +103,7 @@ class Residence:
         """
         self._branch, self.is_active = branch, True
         self.core.memory.apply(Activated(branch.space))
+        self.core.paging.activated()
         notes = yield from self._fault_in()
         while self.is_wanted:
             notes += yield from self.give_way()

@@ -105,6 +105,25 @@ def test_a_predicted_agent_comes_in_while_another_computes(make_runner: Callable
     assert runner.turn("b", texts["b"]).result["swapped_in_pages"] == 0
 
 
+@pytest.mark.parametrize("agents", [2.0, 2.2, 2.3])
+def test_a_turn_that_starts_is_not_robbed_for_its_successor(make_runner: Callable[..., Runner], agents: float) -> None:
+    """A round of three with room for fewer: once the round is known, each turn finds all of its pages, none in vain.
+
+    Who has just started is expected no more; what is loaded for the next one must not come out of its pages.
+    """
+    runner = room_for(make_runner, agents, sharing="agent")
+    texts: dict[str, str] = {}
+    take_turns(runner, "abc", 2, texts)
+    before = figures(runner)
+    for name in (TURNS - 2) * "abc":
+        (result,) = take_turns(runner, name, 1, texts)
+        assert result["swapped_in_pages"] == 0
+        figures(runner)
+    after = figures(runner)
+    assert after["prefetch_used_pages"]["predicted"] > before["prefetch_used_pages"]["predicted"]
+    assert after["prefetch_wasted_pages"]["predicted"] == before["prefetch_wasted_pages"]["predicted"]
+
+
 @pytest.mark.parametrize(("prefetch", "reasons"), [("off", set()), ("hints", {"queued"})])
 def test_the_setting_says_what_is_loaded_ahead(
     make_runner: Callable[..., Runner], prefetch: str, reasons: set[str]
