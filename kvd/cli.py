@@ -14,6 +14,7 @@ import click
 
 from kvd import __version__
 from kvd.bench.cli import bench
+from kvd.cli_config import came_from_file, config, use_file
 from kvd.cli_doctor import doctor
 from kvd.cli_model import model
 from kvd.config import (
@@ -98,11 +99,22 @@ class AutoOrCount(CountType):
     "2 wrong usage, 130 interrupted.",
 )
 @click.version_option(__version__, prog_name="kvd")
+@click.option(
+    "--config",
+    "config_path",
+    envvar="KVD_CONFIG",
+    show_envvar=True,
+    metavar="FILE",
+    callback=use_file,
+    expose_value=False,
+    is_eager=True,
+    help="Settings in TOML; an empty name means none [default: kvd.toml in the user's configuration folder, if there].",
+)
 def main() -> None:
     """Virtual memory for agents' attention state.
 
     `kvd serve` runs the daemon, `kvd model` manages models, `kvd demo` shows what it does in half a minute,
-    `kvd bench` measures it. Talk to a running daemon with `kvd-client`.
+    `kvd bench` measures it. `kvd config` says what is set. Talk to a running daemon with `kvd-client`.
     """
 
 
@@ -319,6 +331,9 @@ def serve(
     # links are followed: a data folder on another disk is common, and its real path is what is locked and checked
     data = (Path(data_dir) if data_dir else default_data_dir()).expanduser().resolve()
     follow_recorded_threads(data)
+    ctx = click.get_current_context()
+    if came_from_file(ctx, "socket") and data_dir and not came_from_file(ctx, "data_dir"):
+        socket = None  # another folder was named on the spot: its daemon is meant
     try:
         settings = Settings(
             data_dir=data,
@@ -478,6 +493,7 @@ def fail(error: KvdError, *, as_json: bool = False) -> None:
     sys.exit(2 if error.name in ("invalid_params", "config_error") else 1)
 
 
+main.add_command(config)
 main.add_command(doctor)
 main.add_command(model)
 main.add_command(bench)

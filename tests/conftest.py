@@ -22,6 +22,8 @@ import pytest  # noqa: E402
 from tests.support.leaks import Inventory  # noqa: E402
 from tests.support.network import GUARDED_METHODS  # noqa: E402
 
+# what the user has configured is no business of the tests; empty: no file
+os.environ["KVD_CONFIG"] = ""
 # kernels are kept between runs, but not in the user's own folder
 os.environ.setdefault("KVD_KERNEL_CACHE", str(platformdirs.user_cache_path("kvd-tests", appauthor=False) / "kernels"))
 
@@ -69,7 +71,7 @@ def daemon_env(short_tmp: Path) -> dict[str, str]:
     shared = {
         name: os.environ[name] for name in ("KVD_BLAS", "KVD_KERNEL_CACHE", "KVD_MODEL_DIR") if name in os.environ
     }
-    return kept | shared | folders | {"KVD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return kept | shared | folders | {"KVD_CONFIG": "", "KVD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -105,6 +105,7 @@ LAYERS = {
     "kvd.bench.serve_figures": Row(),
     "kvd.demo": Row("kvd kvd_client", "click rich"),
     "kvd.cli": Row("kvd kvd_client", "click rich platformdirs"),
+    "kvd.cli_config": Row("kvd.config kvd.errors kvd.model.paths kvd.ops.sizes kvd_client", "click"),
     "kvd.cli_model": Row("kvd kvd_client", "click rich"),
     "kvd.cli_doctor": Row("kvd kvd_client", "click rich"),
     # Examines everything, so it may look at everything.

@@ -5,7 +5,7 @@
 - `transport`, `async_transport`: one connection each, used by any number of calls at a time.
 - `results`, `stream`, `logprobs`: typed results and stream events, and what both say of tokens' probabilities.
 - `errors`: one exception class for each error of the protocol, and those of this end.
-- `paths`: where daemon and client look for the data folder and the socket.
+- `paths`, `config_file`: where daemon and client look for the data folder and the socket, and the file that says so.
 - `wire`: the protocol without I/O, used by the daemon too.
 - `residency`: page maps as pictures, one mark a page.
 - `cli`, `cli_text`, `cli_agents`, `cli_common`: the `kvd-client` commands; `cli_show`: what they print for people;

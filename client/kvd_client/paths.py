@@ -1,6 +1,6 @@
 """Where the daemon's data folder and socket are. Daemon and client compute them with these functions, so they agree.
 
-Pure but for reading the environment and the working folder: nothing is created or opened.
+Pure but for reading the environment, the working folder and the configuration file: nothing is created.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from kvd_client.config_file import configured_path
 
 SOCKET_NAME = "kvd.sock"
 
@@ -30,9 +32,14 @@ def default_data_dir(environ: Mapping[str, str] | None = None, *, platform: str 
 
 
 def resolve_data_dir(data_dir: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> Path:
-    """The data folder as an absolute path: the argument, else `KVD_DATA_DIR`, else the default."""
+    """The data folder as an absolute path: the argument, else `KVD_DATA_DIR`, else the file's, else the default.
+
+    Raises:
+        ConfigFileError: the configuration file is asked and cannot be used.
+    """
     environ = os.environ if environ is None else environ
-    chosen = data_dir or environ.get("KVD_DATA_DIR") or default_data_dir(environ)
+    chosen = data_dir or environ.get("KVD_DATA_DIR") or configured_path("data_dir", environ)
+    chosen = chosen or default_data_dir(environ)
     return Path(os.path.abspath(Path(chosen).expanduser()))
 
 
@@ -64,12 +71,20 @@ def resolve_socket(
     data_dir: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Path:
-    """The socket to use: the argument, else the one of the `data_dir` argument, else `KVD_SOCKET`, else the default.
+    """The socket to use.
+
+    Order: the argument, the one of the `data_dir` argument, `KVD_SOCKET`, the one of `KVD_DATA_DIR`, `socket` and
+    `data_dir` of the configuration file, the default.
 
     What is said on the spot wins over the environment: `--data-dir X` with `KVD_SOCKET` set means X's daemon.
+
+    Raises:
+        ConfigFileError: the configuration file is asked and cannot be used.
     """
     environ = os.environ if environ is None else environ
     chosen = socket or (None if data_dir else environ.get("KVD_SOCKET"))
+    if not (chosen or data_dir or environ.get("KVD_DATA_DIR")):
+        chosen = configured_path("socket", environ)
     if chosen:
         return Path(os.path.abspath(Path(chosen).expanduser()))
     return default_socket(data_dir, environ)
@@ -77,7 +92,7 @@ def resolve_socket(
 
 def start_command(socket: Path) -> str:
     """The command that starts the daemon which would answer at `socket`."""
-    if socket == default_socket():
+    if socket == resolve_socket():
         return "kvd serve"
     if socket == default_socket(socket.parent):
         return f"kvd serve --data-dir {shlex.quote(os.fspath(socket.parent))}"

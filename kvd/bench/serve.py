@@ -145,7 +145,9 @@ def figures_of(
             2.0,
             "at most",
             None,
-            f"{len(waits)} requests, at most {max(waits):.2f}" if waits else "no chunk of the prompt went undisturbed: take a longer one",
+            f"{len(waits)} requests, at most {max(waits):.2f}"
+            if waits
+            else "no chunk of the prompt went undisturbed: take a longer one",
         ),
     ]
     figures += [

@@ -14,7 +14,7 @@
 - `template`: chat messages to typed text; `template_sandbox`: where a template runs, and how much it may do.
 - `continuation`: chat messages that go on from whatever an agent holds.
 - `fingerprint`: the digest that keys every cached page.
-- `loader`: the only door to mlx_lm.
+- `loader`: the only door to mlx_lm; `mlx_lm_door` keeps what of it is not used from being imported.
 - `cache`, `layer_cache`, `batch_cache`: paged KV of a space, of a layer as models meet it, of several spaces at once.
 - `dispatch`, `forward`: the attention hook that models meet, and the step that runs them.
 - `latent`: DeepSeek V3's attention over pages, in place of mlx-lm's.

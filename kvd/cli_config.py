@@ -1,0 +1,245 @@
+"""The configuration file behind every command's options, and `kvd config`, which says where each value came from.
+
+Theory of operation. Options have three sources: flag, environment, file, the strongest first, and a default. Click
+knows the first two; the file becomes what it calls a default map, so that a value of the file is read by the option's
+own type and the command never knows. The file is checked as a whole before any command runs: a name that nothing takes
+and a value that its option refuses are errors that name file and key, not settings that silently do nothing.
+
+At the top of the file stand the options that many commands share (`SHARED`); a table for a command holds its others.
+May import click, kvd.config, kvd.errors, kvd.model.paths, kvd_client.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from click.core import ParameterSource
+
+from kvd.config import ConfigError
+from kvd.errors import KvdError
+from kvd.ops.sizes import format_size
+from kvd_client.config_file import (
+    ConfigFileError,
+    config_file,
+    default_config_file,
+    path_setting,
+    read_config_file,
+)
+from kvd_client.paths import default_data_dir, default_socket
+
+SHARED: Final = {"data_dir": "data_dir", "socket": "socket", "model": "model_name", "model_dir": "model_dir"}
+"""Names at the top of the file, and what click calls the options that take them, in whichever command."""
+
+TABLES: Final = ("serve",)
+"""Commands that have a table."""
+
+_FILE = "kvd.config_file"
+
+
+def read_defaults(root: click.Group, ctx: click.Context, path: Path) -> dict[str, Any]:
+    """The file as click's default map of the root command.
+
+    Args:
+        root: the `kvd` command.
+        ctx: of it.
+        path: the file.
+
+    Raises:
+        ConfigError: it cannot be read, or has a name or value that nothing takes; the message names what is allowed.
+    """
+    try:
+        found = read_config_file(path)
+        for name in ("data_dir", "socket"):
+            path_setting(path, name, found.get(name))
+    except ConfigFileError as error:
+        raise ConfigError(str(error), setting="config") from error
+    tables: dict[str, Mapping[str, Any]] = {}
+    shared: dict[str, Any] = {}
+    for key, value in found.items():
+        if key in TABLES and isinstance(value, dict):
+            tables[key] = value
+        elif _spelled(key) in SHARED:
+            shared[SHARED[_spelled(key)]] = value
+        else:
+            raise _unknown(path, "", key, (*SHARED, *(f"[{table}]" for table in TABLES)))
+    shared = _checked(root, ctx, path, "serve", shared, "")
+    defaults: dict[str, Any] = {name: _map_of(root.commands[name], shared) for name in root.commands}
+    for table, values in tables.items():
+        options = options_of(root.commands[table])
+        given = {}
+        for key, value in values.items():
+            if _spelled(key) not in options:
+                raise _unknown(path, f"[{table}] ", key, tuple(options))
+            given[options[_spelled(key)].name or ""] = value
+        defaults[table] |= _checked(root, ctx, path, table, given, f"[{table}] ")
+    return defaults
+
+
+def options_of(command: click.Command) -> dict[str, click.Option]:
+    """A command's settings by the name they have in the file."""
+    options = {}
+    for param in command.params:
+        if isinstance(param, click.Option) and param.name != "as_json":
+            longest = max(param.opts, key=len)
+            options[_spelled(longest.lstrip("-"))] = param
+    return options
+
+
+def _spelled(key: str) -> str:
+    return key.replace("-", "_")
+
+
+def _map_of(command: click.Command, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """What is shared, for a command and the commands below it."""
+    below = command.commands if isinstance(command, click.Group) else {}
+    names = command.list_commands(click.Context(command)) if isinstance(command, click.Group) else []
+    return dict(shared) | {name: _map_of(below[name], shared) if name in below else dict(shared) for name in names}
+
+
+def _checked(
+    root: click.Group, ctx: click.Context, path: Path, command: str, values: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The values, each tried on its option; click reads them again later."""
+    inner = click.Context(root.commands[command], parent=ctx, info_name=command)
+    by_name = {param.name: param for param in root.commands[command].params}
+    for name, value in values.items():
+        param = by_name[name]
+        key = next(key for key, each in options_of(root.commands[command]).items() if each is param)
+        if value is None or isinstance(value, dict) or (isinstance(value, list) and not param.multiple):
+            raise ConfigError(f"{path}: {where}{key} takes one value, not {value!r}", setting=key)
+        try:
+            param.type_cast_value(inner, value)
+        except click.UsageError as error:
+            raise ConfigError(f"{path}: {where}{key}: {error.message}", setting=key) from error
+    return dict(values)
+
+
+def _unknown(path: Path, where: str, key: str, allowed: tuple[str, ...]) -> ConfigError:
+    near = difflib.get_close_matches(_spelled(key), allowed, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return ConfigError(f"{path}: {where}{key} is no setting{hint} Allowed: {', '.join(sorted(allowed))}", setting=key)
+
+
+def use_file(ctx: click.Context, _param: click.Parameter, value: str | None) -> Path | None:
+    """Callback of `--config`: read the file and make it the default of all that follows."""
+    path = config_file(value)
+    ctx.meta[_FILE] = path
+    if path is not None and not ctx.resilient_parsing:
+        assert isinstance(ctx.command, click.Group)
+        try:
+            ctx.default_map = read_defaults(ctx.command, ctx, path)
+        except KvdError as error:
+            click.echo(f"kvd: {error.message}", err=True)
+            ctx.exit(2)
+    return path
+
+
+def came_from_file(ctx: click.Context, name: str) -> bool:
+    """Whether an option of a running command has the file's value."""
+    return ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
+
+
+@click.group("config")
+def config() -> None:
+    """What is set, and by what: flags, then environment, then the file, then defaults."""
+
+
+@config.command("path")
+@click.pass_context
+def path_command(ctx: click.Context) -> None:
+    """Print the file that is read, or would be if it existed.
+
+    Example: ${EDITOR:-vi} "$(kvd config path)"
+    """
+    used: Path | None = ctx.meta.get(_FILE)
+    click.echo(str(used or default_config_file()))
+
+
+@config.command("show")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def show(ctx: click.Context, as_json: bool) -> None:
+    """Print every setting that `kvd serve` would take now, and where its value came from.
+
+    Example: kvd config show --json
+    """
+    root = ctx.find_root()
+    assert isinstance(root.command, click.Group)
+    used: Path | None = ctx.meta.get(_FILE)
+    rows = {table: list(_settings(root, root.command.commands[table], table)) for table in TABLES}
+    if as_json:
+        facts = {
+            table: {name: {"value": _plain(value), "source": source} for name, value, source in found}
+            for table, found in rows.items()
+        }
+        click.echo(json.dumps({"file": None if used is None else str(used), **facts}))
+        return
+    click.echo(f"file: {used}" if used else f"file: none ({default_config_file()} does not exist)")
+    for table, found in rows.items():
+        click.echo(f"[{table}]")
+        lines = [(name, _shown(value), source) for name, value, source in found]
+        first, second = (max(len(line[at]) for line in lines) for at in (0, 1))
+        for name, value, source in lines:
+            click.echo(f"  {name:{first}}  {value:{second}}  {source}")
+
+
+def _settings(root: click.Context, command: click.Command, table: str) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and source of each setting of a command that gets no flags."""
+    try:
+        inner = command.make_context(table, [], parent=root)
+    except click.UsageError as error:  # an environment variable that the option refuses
+        click.echo(f"kvd: {error.format_message()}", err=True)
+        sys.exit(2)
+    values: dict[str, Any] = {}
+    for name, param in options_of(command).items():
+        assert param.name is not None
+        values[name] = inner.params[param.name]
+        match inner.get_parameter_source(param.name):
+            case ParameterSource.ENVIRONMENT:
+                source = f"environment {param.envvar}"
+            case ParameterSource.DEFAULT_MAP:
+                source = f"file {root.meta.get(_FILE)}"
+            case _:
+                source = "default"
+        yield name, _effective(name, values[name], values), source
+
+
+def _effective(name: str, value: object, before: Mapping[str, Any]) -> object:
+    """What a setting that was left open comes to."""
+    from kvd.model.paths import model_dir
+
+    if value is not None:
+        return value
+    match name:
+        case "data_dir":
+            return default_data_dir()
+        case "socket":
+            return default_socket(before.get("data_dir"))
+        case "model_dir":
+            return model_dir(None)
+    return None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _shown(value: object) -> str:
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value))
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 100_000:
+        return format_size(value)
+    return str(value)
+
+
+__all__ = ["SHARED", "TABLES", "came_from_file", "config", "options_of", "read_defaults", "use_file"]
