@@ -17,6 +17,7 @@ from kvd.bench.cli import bench
 from kvd.cli_config import came_from_file, config, use_file
 from kvd.cli_doctor import doctor
 from kvd.cli_model import model
+from kvd.cli_service import service
 from kvd.config import (
     ATTENTION,
     DEFAULT_BUDGET_BYTES,
@@ -496,6 +497,7 @@ def fail(error: KvdError, *, as_json: bool = False) -> None:
 main.add_command(config)
 main.add_command(doctor)
 main.add_command(model)
+main.add_command(service)
 main.add_command(bench)
 
 __all__ = ["SIZE", "fail", "format_size", "main"]

@@ -145,6 +145,17 @@ def came_from_file(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
 
 
+def config_path(ctx: click.Context) -> Path | None:
+    """The file that this run of `kvd` read, or None."""
+    found: Path | None = ctx.meta.get(_FILE)
+    return found
+
+
+def shared_setting(ctx: click.Context, name: str, value: Path | None) -> Path | None:
+    """The value of a running command's option if it was named on the spot, by flag or variable."""
+    return None if value is None or came_from_file(ctx, name) else value
+
+
 @click.group("config")
 def config() -> None:
     """What is set, and by what: flags, then environment, then the file, then defaults."""
@@ -157,7 +168,7 @@ def path_command(ctx: click.Context) -> None:
 
     Example: ${EDITOR:-vi} "$(kvd config path)"
     """
-    used: Path | None = ctx.meta.get(_FILE)
+    used = config_path(ctx)
     click.echo(str(used or default_config_file()))
 
 
@@ -171,7 +182,7 @@ def show(ctx: click.Context, as_json: bool) -> None:
     """
     root = ctx.find_root()
     assert isinstance(root.command, click.Group)
-    used: Path | None = ctx.meta.get(_FILE)
+    used = config_path(ctx)
     rows = {table: list(_settings(root, root.command.commands[table], table)) for table in TABLES}
     if as_json:
         facts = {
@@ -242,4 +253,14 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-__all__ = ["SHARED", "TABLES", "came_from_file", "config", "options_of", "read_defaults", "use_file"]
+__all__ = [
+    "SHARED",
+    "TABLES",
+    "came_from_file",
+    "config",
+    "config_path",
+    "options_of",
+    "read_defaults",
+    "shared_setting",
+    "use_file",
+]

@@ -19,6 +19,7 @@ from kvd.errors import KvdError
 from kvd.front.server import RpcServer
 from kvd.ops.lifecycle import Notifier, StopAction, handle_stop_signals, inherited_sockets
 from kvd.ops.logs import RequestLine, get_logger, request_line, setup_logging
+from kvd.ops.stall import StallWatch
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.service import KvdService
 from kvd.store.fs import RealFileSystem
@@ -51,7 +52,9 @@ class Daemon:
             check=settings.check,
         )
         self._notifier = Notifier()
+        self._stall_watch = StallWatch(self._engine_idle_s, self._notifier, self._log_event)
         self._failure: BaseException | None = None
+        self._is_ready = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._service: KvdService | None = None
@@ -76,7 +79,12 @@ class Daemon:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        service = KvdService(self._engine, facts=self._facts, request_shutdown=self._stop.set)
+        service = KvdService(
+            self._engine,
+            facts=self._facts,
+            request_shutdown=self._stop.set,
+            is_stalled=lambda: self._stall_watch.is_stalled,
+        )
         self._service = service
         sockets = inherited_sockets()
         server = RpcServer(
@@ -89,9 +97,9 @@ class Daemon:
             await server.start()
             try:
                 self._engine.start()
-                watchdog = asyncio.create_task(self._feed_watchdog())
+                watching = asyncio.create_task(self._stall_watch.run())
                 await self._stop.wait()
-                watchdog.cancel()
+                watching.cancel()
                 service.set_draining()
                 self._notifier.stopping("draining")
                 await self._drain()
@@ -117,13 +125,9 @@ class Daemon:
             await asyncio.sleep(0.02)
         return True
 
-    async def _feed_watchdog(self) -> None:
-        interval_s = self._notifier.watchdog_interval_s
-        while interval_s is not None:
-            # a stuck engine must not be kept alive by a healthy event loop: no news from it, no sign of life
-            if time.monotonic() - self._engine.last_progress_s < interval_s * 2:
-                self._notifier.watchdog()
-            await asyncio.sleep(interval_s)
+    def _engine_idle_s(self) -> float:
+        """Seconds since the engine came round; a model that is still loading is no stall."""
+        return time.monotonic() - self._engine.last_progress_s if self._is_ready else 0.0
 
     def _on_signal(self, action: StopAction) -> None:
         assert self._stop is not None
@@ -150,6 +154,7 @@ class Daemon:
             return
         loaded = self._assembly.loaded
         assert loaded is not None
+        self._is_ready = True
         self._service.set_ready(loaded.codec, loaded.template)
         self._notifier.ready(f"serving {loaded.spec.model_name}")
         shown = ("model", "kv_format", "attention", "threads", "budget_bytes", "max_batch")

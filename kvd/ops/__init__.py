@@ -2,7 +2,8 @@
 
 `logs` sets up structlog and knows the one line of a request; `sizes` parses and formats sizes; `footprint` measures a
 process's memory, `open_things` counts its descriptors and threads; `device` asks the machine for memory and disk and
-clamps budget and quota; `lifecycle` speaks to systemd and launchd and turns signals into a drain; `errors` holds the
+clamps budget and quota; `lifecycle` speaks to systemd and launchd and turns signals into a drain; `stall` notices an
+engine that hangs; `service` installs kvd with either manager, `service_files` are the files for it; `errors` holds the
 faults. May import structlog and kvd.errors; no mlx, no numpy, nothing else of kvd.
 """
 

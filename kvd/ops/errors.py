@@ -4,14 +4,15 @@ CallerError
 └── InvalidParams
     └── InvalidSize        a text that is no size
 EnvironmentFault
-└── InheritedSocketUnusable    systemd or launchd handed over something that is no listening Unix socket
+├── InheritedSocketUnusable    systemd or launchd handed over something that is no listening Unix socket
+└── ServiceRefused             systemd or launchd does not answer or refuses, or a service file is somebody else's
 """
 
 from __future__ import annotations
 
 from kvd.errors import EnvironmentFault, InvalidParams
 
-__all__ = ["InheritedSocketUnusable", "InvalidSize"]
+__all__ = ["InheritedSocketUnusable", "InvalidSize", "ServiceRefused"]
 
 
 class InvalidSize(InvalidParams):
@@ -20,3 +21,7 @@ class InvalidSize(InvalidParams):
 
 class InheritedSocketUnusable(EnvironmentFault):
     """The service manager handed over a descriptor that is no listening Unix stream socket."""
+
+
+class ServiceRefused(EnvironmentFault):
+    """The service manager does not answer or refuses, or a file in the service's place is somebody else's."""

@@ -48,12 +48,21 @@ class KvdService:
         engine: does the work.
         facts: what `hello` and `model.info` tell (model, backend, threads, formats); filled when the engine is ready.
         request_shutdown: starts the daemon's shutdown (drains first).
+        is_stalled: whether the engine hangs.
     """
 
-    def __init__(self, engine: Engine, *, facts: dict[str, object], request_shutdown: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        facts: dict[str, object],
+        request_shutdown: Callable[[], None],
+        is_stalled: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._engine = engine
         self._facts = facts
         self._request_shutdown = request_shutdown
+        self._is_stalled = is_stalled
         self._ready: asyncio.Event = asyncio.Event()
         self._started_s = time.monotonic()
         self._draining = False
@@ -353,7 +362,11 @@ class KvdService:
 
     @property
     def _status(self) -> str:
-        return "draining" if self._draining else "ready" if self._ready.is_set() else "loading"
+        if self._draining:
+            return "draining"
+        if not self._ready.is_set():
+            return "loading"
+        return "stalled" if self._is_stalled() else "ready"
 
     async def _health(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown()

@@ -32,7 +32,7 @@ def daemon_environment(**extra: str) -> dict[str, str]:
     """The environment of a daemon or client under test: one BLAS thread, no network, no settings of the user's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
     shared = {name: os.environ[name] for name in ("KVD_BLAS", "KVD_KERNEL_CACHE") if name in os.environ}
-    return kept | shared | {"KVD_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
+    return kept | shared | {"KVD_CONFIG": "", "KVD_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
 
 
 @contextlib.contextmanager
