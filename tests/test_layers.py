@@ -98,6 +98,8 @@ LAYERS = {
     "kvd.ops": Row("kvd.errors", "structlog"),
     # What people run. `cli` and `daemon` (with `assembly` and `formats`) are the only ones that wire everything.
     "kvd.bench": Row("kvd kvd_client", "click mlx numpy rich"),
+    "kvd.bench.rpc": Row("kvd kvd_client", "click msgpack"),
+    "kvd.bench.rpc_peers": Row("kvd.front kvd.ops kvd_client", "msgpack"),
     "kvd.bench.gpu_model": Row("kvd", "mlx mlx_lm numpy"),
     # mlx-lm by itself, in a process of its own, to compare with.
     "kvd.bench.reference": Row("kvd", "mlx mlx_lm"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,51 @@ from kvd_client.transport import Failure, Message, check_owner, encode_request
 from kvd_client.wire import Connection, ErrorNotified, ProtocolError, ResponseReceived, StreamReceived
 
 
+class _Inbox:
+    """Messages of one call that nobody has taken, and whoever waits for the next. Owner: the transport.
+
+    A queue and a timeout for each message would cost several times what reading it does.
+    """
+
+    __slots__ = ("_waiter", "messages")
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+        self._waiter: asyncio.Future[bool] | None = None
+
+    def put(self, message: Message) -> None:
+        """Add the next message."""
+        self.messages.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let whoever waits look again."""
+        self._settle(True)
+
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Wait for `wake`; False when it does not come in time. One task at a time waits."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self._settle, False)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _settle(self, is_there: bool) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(is_there)
+
+
 class AsyncTransport(asyncio.Protocol):
     """A connection and the calls in flight on it. Owner: `AsyncClient`; to be used on its event loop only."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._wire = Connection()
-        self._inboxes: dict[int, asyncio.Queue[Message | None]] = {}
+        self._inboxes: dict[int, _Inbox] = {}
         self._failure: Failure | None = None
         self._socket: asyncio.Transport | None = None
         self._closed = asyncio.get_running_loop().create_future()
@@ -40,7 +79,7 @@ class AsyncTransport(asyncio.Protocol):
                 if isinstance(event, StreamReceived | ResponseReceived):
                     inbox = self._inboxes.get(event.request_id)
                     if inbox is not None:
-                        inbox.put_nowait(event)
+                        inbox.put(event)
                 elif isinstance(event, ErrorNotified):
                     self._fail(partial(remote_error, event.error))
         except ProtocolError as error:
@@ -71,7 +110,7 @@ class AsyncTransport(asyncio.Protocol):
         if self._failure is not None:
             raise self._failure()
         request_id, data = encode_request(self._wire, method, params)
-        self._inboxes[request_id] = asyncio.Queue()
+        self._inboxes[request_id] = _Inbox()
         self._write(data)
         return request_id
 
@@ -94,15 +133,13 @@ class AsyncTransport(asyncio.Protocol):
         inbox = self._inboxes.get(request_id)
         if inbox is None:
             raise (self._failure or self._lost("the call was given up"))()
-        if self._failure is not None and inbox.empty():
-            raise self._failure()
-        try:
-            message = await asyncio.wait_for(inbox.get(), timeout_s)
-        except TimeoutError:
-            raise CallTimeout(f"no message of the daemon within {timeout_s:g} s", timeout_s=timeout_s or 0.0) from None
-        if message is None:
-            raise (self._failure or self._lost("the connection ended"))()
-        return message
+        while not inbox.messages:
+            if self._failure is not None:
+                raise self._failure()
+            if not await inbox.wait(timeout_s):
+                text = f"no message of the daemon within {timeout_s:g} s"
+                raise CallTimeout(text, timeout_s=timeout_s or 0.0)
+        return inbox.messages.popleft()
 
     async def close(self) -> None:
         """Close the connection; the daemon cancels what is in flight."""
@@ -126,7 +163,7 @@ class AsyncTransport(asyncio.Protocol):
         if self._failure is None:
             self._failure = failure
             for inbox in self._inboxes.values():
-                inbox.put_nowait(None)
+                inbox.wake()
 
     def _lost(self, reason: str) -> Failure:
         return partial(connection_lost, os.fspath(self._path), reason, start_command(self._path))

@@ -156,9 +156,16 @@ _KINDS: Mapping[str, type] = {
 _CHECKS: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "float": float}
 
 
+_FIELDS: Mapping[str, Mapping[str, type]] = {
+    name: {each.name: _CHECKS[str(each.type)] for each in fields(kind)} for name, kind in _KINDS.items()
+}
+
+
 def parse_event(event: Mapping[str, object]) -> StreamEvent:
     """The typed form of a stream event; never raises."""
     name = event.get("type")
+    if name == "text" and type(text := event.get("text")) is str:  # nearly all of them
+        return Text(text)
     if name == ToolCall.type:
         return ToolCall({key: value for key, value in event.items() if key != "type"})
     if name == Logprobs.type:
@@ -166,14 +173,13 @@ def parse_event(event: Mapping[str, object]) -> StreamEvent:
             return Logprobs(parse_logprobs(event.get("logprobs")))
         except ValueError:
             return OtherEvent(Logprobs.type, dict(event))
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is not None:
-        wanted = {field.name: _CHECKS[str(field.type)] for field in fields(kind)}
+    if isinstance(name, str) and (kind := _KINDS.get(name)) is not None:
+        wanted = _FIELDS[name]
         given = {key: "" if event[key] is None and wanted[key] is str else event[key] for key in wanted if key in event}
         if all(type(value) is wanted[key] for key, value in given.items()):
             try:
                 parsed: StreamEvent = kind(**given)
             except TypeError:  # a required field is missing
-                return OtherEvent(str(name), dict(event))
+                return OtherEvent(name, dict(event))
             return parsed
     return OtherEvent(str(name), dict(event))

@@ -4,9 +4,10 @@
 `capacity` counts bytes of agents and agents in a budget, `cli` is the command group, `eviction` compares eviction
 policies (`eviction_workloads` makes traces, `eviction_replay` plays them, `eviction_speed` times the pager), `harness`
 starts and kills daemons, `machine` measures what the machine can do at most, `ppl` measures page formats, `reference`
-runs mlx-lm by itself, `serve` measures several agents of one daemon (`serve_runs` and `serve_swap` run them, each a
-process of `serve_client`; `serve_figures` computes; `serve_reference` is mlx-lm's batched generation), `text` gives
-technical English, `ttft` measures time to first token.
+runs mlx-lm by itself, `rpc` measures what the protocol costs (`rpc_peers` are its other ends), `serve` measures several
+agents of one daemon (`serve_runs` and `serve_swap` run them, each a process of `serve_client`; `serve_figures`
+computes; `serve_reference` is mlx-lm's batched generation), `text` gives technical English, `ttft` measures time to
+first token.
 
 `soak` is the command that runs a daemon under many clients which behave at random: `soak_client` is one of them,
 `soak_transcript` what it was told, `soak_verify` holds the daemon to that, `soak_run` starts, kills and replaces

@@ -18,6 +18,7 @@ COMMANDS = {
     "capacity": ("kvd.bench.capacity", "capacity"),
     "eviction": ("kvd.bench.eviction", "eviction"),
     "ppl": ("kvd.bench.ppl", "ppl"),
+    "rpc": ("kvd.bench.rpc", "rpc"),
     "serve": ("kvd.bench.serve", "serve"),
     "soak": ("kvd.bench.soak", "soak"),
     "ttft": ("kvd.bench.cli", "ttft"),
@@ -42,7 +43,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup)
 def bench() -> None:
-    """Measure: speed over pages (attention), perplexity (ppl), time to first token (ttft), several agents (serve).
+    """Measure speed over pages (attention), perplexity (ppl), first tokens (ttft), several agents (serve), calls (rpc).
 
     Count: bytes of an agent, and agents in a budget (capacity); what eviction policies cost (eviction).
     Prove: that nothing is lost or leaks (soak).

@@ -131,6 +131,8 @@ class Session(asyncio.Protocol):
         self._outbox = Outbox(self._wire.send_stream)
         self._transport: asyncio.Transport | None = None
         self._paused = False
+        self._unwritten: list[bytes] = []
+        self._unwritten_bytes = 0
         self._is_ending = False
         self._unfinished_bytes = 0
         self._held_bytes = 0
@@ -329,7 +331,19 @@ class Session(asyncio.Protocol):
         if self._paused:
             self._outbox.add(data)
             self._check_reader()
-        else:
+            return
+        # messages of one turn of the loop go out together: a call of the system costs more than making a message
+        if not self._unwritten:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unwritten.append(data)
+        self._unwritten_bytes += len(data)
+        if self._unwritten_bytes >= _BATCH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Hand what this turn of the loop has to say to the transport, which may pause us."""
+        if self._unwritten and self._transport is not None:
+            data, self._unwritten, self._unwritten_bytes = b"".join(self._unwritten), [], 0
             self._transport.write(data)
 
     def _check_reader(self) -> None:
@@ -360,6 +374,7 @@ class Session(asyncio.Protocol):
         if self._is_ending or self._transport is None:
             return
         self._is_ending = True
+        self._flush()
         if reason is not None:
             self._outbox.clear()
             self._transport.write(self._wire.send_fatal(reason))

@@ -23,9 +23,11 @@ from kvd_client.wire.events import (
     StreamReceived,
 )
 from kvd_client.wire.framing import CLIENT_LIMITS, Framer, WireLimits
+from kvd_client.wire.quick import QUICK_BYTES, Quick, is_within
 
 _REQUEST, _RESPONSE, _NOTIFICATION = 0, 1, 2
 _MAX_ID = (1 << 63) - 1
+_SMALL_BYTES = 1 << 13
 
 
 class Connection:
@@ -38,15 +40,18 @@ class Connection:
     def __init__(self, limits: WireLimits = CLIENT_LIMITS) -> None:
         self._limits = limits
         self._framer = Framer(limits)
+        self._quick: Quick | None = None
+        self._may_be_quick = is_within(limits)
         self._incoming: set[int] = set()
         self._outgoing: set[int] = set()
         self._last_id = 0
         self._broken: ProtocolError | None = None
+        self._packer = msgpack.Packer(use_bin_type=True, buf_size=_SMALL_BYTES)
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes of a message that has not arrived completely."""
-        return self._framer.buffered_bytes
+        return self._framer.buffered_bytes - (self._quick.taken_bytes if self._quick is not None else 0)
 
     @property
     def outgoing(self) -> frozenset[int]:
@@ -66,7 +71,7 @@ class Connection:
         Raises:
             ProtocolError: it did so inside a message.
         """
-        if self._broken is None and self._framer.buffered_bytes:
+        if self._broken is None and self.buffered_bytes:
             self._fail(ProtocolError(f"the connection ended inside a message, after {self.buffered_bytes} bytes of it"))
 
     def next_event(self) -> Event | None:
@@ -78,29 +83,52 @@ class Connection:
         if self._broken is not None:
             raise self._broken
         try:
-            while (frame := self._framer.next_frame()) is not None:
-                event = self._interpret(frame)
+            while True:
+                found = self._next_message()
+                if found is None:
+                    return None
+                event = self._interpret(*found)
                 if event is not None:
                     return event
         except ProtocolError as error:
             self._fail(error)
         return None
 
+    def _next_message(self) -> tuple[list[object], bool] | None:
+        """The next whole message, and whether all of its strings are UTF-8; read the quick way where that can be."""
+        quick = self._quick
+        if quick is None and self._may_be_quick:
+            # a message that the scanner has begun stays the scanner's: its walk is not done twice
+            data = self._framer.unread
+            if data is not None and len(data) <= QUICK_BYTES:
+                quick = self._quick = Quick(data)
+        if quick is not None:
+            message = quick.next_message()
+            if message is not None:
+                return message, True
+            self._framer.skip(quick.taken_bytes)
+            self._quick = quick = None  # so that no traceback keeps its buffer alive
+        frame = self._framer.next_frame()
+        return None if frame is None else _decode(frame)
+
     def _fail(self, error: ProtocolError) -> None:
         self._broken = error
         raise error
 
-    def _interpret(self, frame: bytes) -> Event | None:
+    def _interpret(self, message: list[object], is_text: bool) -> Event | None:
         """Turn one whole message into an event; None for messages that say nothing new."""
-        message, is_text = _decode(frame)
         kind = message[0]
-        if type(kind) is not int or len(message) != {0: 4, 1: 4, 2: 3}.get(kind, -1):
+        if kind == _NOTIFICATION and type(kind) is int and len(message) == 3:
+            if not is_text:
+                raise ProtocolError("a string is not UTF-8")
+            return self._notification(message)
+        if type(kind) is not int or len(message) != 4 or kind not in (_REQUEST, _RESPONSE):
             raise ProtocolError(f"no message has type {kind!r:.40} and {len(message)} elements")
         if kind == _REQUEST:
             return self._request(message, is_text)
         if not is_text:
             raise ProtocolError("a string is not UTF-8")
-        return self._response(message) if kind == _RESPONSE else self._notification(message)
+        return self._response(message)
 
     def _request(self, message: list[object], is_text: bool) -> Event:
         request_id = _id(message[1])
@@ -132,11 +160,6 @@ class Connection:
         method, params = message[1], message[2]
         if not isinstance(method, str) or not isinstance(params, list):
             raise ProtocolError("a notification is [2, method, [params]]")
-        if method == "cancel":
-            if len(params) != 1:
-                raise ProtocolError('a cancellation is [2, "cancel", [id]]')
-            request_id = _id(params[0])
-            return CancelReceived(request_id) if request_id in self._incoming else None
         if method == "stream":
             if len(params) != 2 or not isinstance(params[1], dict):
                 raise ProtocolError('a stream event is [2, "stream", [id, event]]')
@@ -144,6 +167,11 @@ class Connection:
             if request_id not in self._outgoing:
                 raise ProtocolError(f"a stream event of id {request_id}, which is not in flight", request_id=request_id)
             return StreamReceived(request_id, params[1])
+        if method == "cancel":
+            if len(params) != 1:
+                raise ProtocolError('a cancellation is [2, "cancel", [id]]')
+            request_id = _id(params[0])
+            return CancelReceived(request_id) if request_id in self._incoming else None
         if method == "error" and len(params) == 1:
             return ErrorNotified(ErrorObject.from_wire(params[0]))
         return NotificationReceived(method, tuple(params))
@@ -186,6 +214,15 @@ class Connection:
         """Bytes of a stream event of a request of the peer. Raises as `send_response`."""
         if request_id not in self._incoming:
             raise ValueError(f"request {request_id} is not in flight")
+        text = event.get("text")
+        if type(text) is str and len(text) < _SMALL_BYTES // 8 and len(event) == 2:
+            # nearly all events; a packer for each would cost more than packing, and one that is kept keeps its buffer
+            try:
+                data: bytes = self._packer.pack([_NOTIFICATION, "stream", [request_id, dict(event)]])
+            except (TypeError, ValueError, OverflowError):  # the usual way says what is wrong with it
+                self._packer.reset()
+            else:
+                return data
         return self._encode([_NOTIFICATION, "stream", [request_id, dict(event)]])
 
     def send_cancel(self, request_id: int) -> bytes:

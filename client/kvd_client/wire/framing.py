@@ -104,6 +104,15 @@ class Framer:
         """Add bytes in the order in which they arrived."""
         self._buffer += data
 
+    @property
+    def unread(self) -> bytearray | None:
+        """What is buffered, if it begins with a message that was not looked at yet; not to be changed."""
+        return self._buffer if self._values == 0 and self._buffer else None
+
+    def skip(self, count_bytes: int) -> None:
+        """Drop whole messages from the front that somebody else has read; only where `unread` is not None."""
+        del self._buffer[:count_bytes]
+
     def next_frame(self) -> bytes | None:
         """The next whole message, or None when more bytes are needed.
 

@@ -1,0 +1,115 @@
+"""The usual message, decoded by the C decoder alone; whatever is unusual is left to the scanner.
+
+Theory of operation. The scanner (`framing`) looks at every value's header before an object is made, in Python: that
+costs more than everything else about a message. Nearly all messages are small and plain: maps and lists of strings and
+numbers. `Quick` decodes them with `msgpack.Unpacker` under limits so tight that nothing large can be announced (a list
+of `_MAX_CHILDREN` at most, the decoder's own stack of 1,024 levels, so a few dozen megabytes at the very worst and for
+a moment), and then walks the *objects* for what the protocol asks of the structure: kinds of values, text as keys,
+depth, number. A message that does not pass, for whatever reason, is not judged here: the scanner reads the same bytes
+again and says exactly what is wrong with them, or that nothing is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgpack
+
+from kvd_client.wire.framing import WireLimits
+
+QUICK_BYTES: Final = 1 << 16
+"""Most buffered bytes that are read this way: what a socket gives at once, several times over."""
+
+_MAX_CHILDREN: Final = 4096
+_MAX_DEPTH: Final = 16
+_MAX_VALUES: Final = 8192
+_TEXT: Final = frozenset({str})
+_SCALARS: Final = frozenset({str, int, float, bool, type(None), bytes})
+
+
+def is_within(limits: WireLimits) -> bool:
+    """Whether nothing that is read this way can exceed these bounds."""
+    enough = limits.max_message_bytes >= QUICK_BYTES and limits.max_values >= _MAX_VALUES
+    return enough and limits.max_depth >= _MAX_DEPTH
+
+
+class Quick:
+    """A reader of the bytes that were buffered when it was made. Owner: one `Connection`.
+
+    Args:
+        data: whole messages, the last one perhaps cut off; at most `QUICK_BYTES`.
+
+    Attributes:
+        taken_bytes: of the messages that were returned.
+    """
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.taken_bytes = 0
+        self._unpacker = msgpack.Unpacker(
+            raw=False,
+            strict_map_key=True,
+            unicode_errors="strict",
+            read_size=max(1, len(data)),  # of its buffer: no larger than what is fed
+            max_buffer_size=QUICK_BYTES,
+            max_str_len=QUICK_BYTES,
+            max_bin_len=QUICK_BYTES,
+            max_array_len=_MAX_CHILDREN,
+            max_map_len=_MAX_CHILDREN,
+            max_ext_len=0,
+        )
+        self._unpacker.feed(data)
+
+    def next_message(self) -> list[Any] | None:
+        """The next message if it is whole and usual; None: read on with the scanner, behind `taken_bytes`."""
+        try:
+            message = self._unpacker.unpack()
+        except (ValueError, msgpack.UnpackException, RecursionError):  # not all there, or unusual
+            return None
+        if type(message) is not list or not (_is_event(message) or (3 <= len(message) <= 4 and _is_usual(message))):
+            return None
+        self.taken_bytes = self._unpacker.tell()
+        return message
+
+
+def _is_event(message: list[Any]) -> bool:
+    """Whether it is a stream event without anything nested in it."""
+    if len(message) != 3 or message[0] != 2 or type(params := message[2]) is not list or len(params) != 2:
+        return False
+    event = params[1]
+    if type(event) is not dict or len(event) > _MAX_DEPTH or type(params[0]) is not int:
+        return False
+    return _TEXT.issuperset(map(type, event)) and _SCALARS.issuperset(map(type, event.values()))
+
+
+def _is_usual(message: list[Any]) -> bool:
+    """Whether the scanner would let it pass: iterative, so that depth is bounded by what is counted."""
+    level: list[Any] = [message]
+    count = 0
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for container in level:
+            if type(container) is dict:
+                if not _TEXT.issuperset(map(type, container)):
+                    return False
+                values = container.values()
+                count += 2 * len(container)
+            else:
+                values = container
+                count += len(container)
+            if _SCALARS.issuperset(map(type, values)):
+                continue
+            for value in values:
+                kind = type(value)
+                if kind not in _SCALARS:
+                    if kind is not list and kind is not dict:
+                        return False
+                    below.append(value)
+        if count > _MAX_VALUES:
+            return False
+        if not below:
+            return True
+        level = below
+    return False
+
+
+__all__ = ["QUICK_BYTES", "Quick", "is_within"]
