@@ -65,9 +65,10 @@ LAYERS = {
     "kvd.config": Row("kvd.errors kvd.ops.logs kvd.quant.spec"),
     # Policy: no mlx, no numpy, no input or output, no threads, no clock.
     "kvd.vm": Row("kvd.ids kvd.errors kvd.quant.spec", pure=True),
-    # Mechanism. Only the frame pool touches arrays, and those are numpy's.
+    # Mechanism. Only frames and fragments of them touch arrays, and those are numpy's.
     "kvd.store": Row("kvd.ids kvd.errors kvd.vm.text kvd.quant.spec", "msgpack safetensors xxhash"),
-    "kvd.store.frame_pool": Row("kvd.ids kvd.errors kvd.quant", "numpy"),
+    "kvd.store.frame_pool": Row("kvd.ids kvd.errors kvd.quant kvd.store.fragment", "numpy"),
+    "kvd.store.fragment": Row("kvd.errors kvd.quant.spec", "numpy"),
     "kvd.quant": Row("kvd.ids kvd.errors", "mlx numpy safetensors"),
     "kvd.quant.native_codec": Row("kvd.native kvd.quant", "numpy"),
     # Calibration runs a model; it is the one place where quant looks up to kvd.model.
@@ -76,7 +77,9 @@ LAYERS = {
     "kvd.quant.spec": Row("kvd.ids kvd.errors", pure=True),
     # Machine code for CPUs; knows numbers and addresses, nothing of pages.
     "kvd.native": Row("kvd.errors kvd.launcher", "llvmlite numpy platformdirs"),
-    "kvd.attention": Row("kvd.ids kvd.errors kvd.native kvd.quant kvd.store.frame_pool", "mlx numpy"),
+    "kvd.attention": Row(
+        "kvd.ids kvd.errors kvd.native kvd.quant kvd.store.frame_pool kvd.store.fragment", "mlx numpy"
+    ),
     # The only door to mlx_lm.
     "kvd.model": Row(
         "kvd.ids kvd.errors kvd.native kvd.quant kvd.vm.text kvd.attention kvd.store.frame_pool",

@@ -2,7 +2,8 @@
 
 In RAM:
 
-- `frame_pool`: the pages' frames, per backend (the one module here that may know arrays).
+- `frame_pool`: the pages' frames, per backend.
+- `fragment`: tokens of a page without a frame; the two are the modules here that may know arrays.
 
 On disk, bytes in and bytes out, no arrays; in the order of dependence:
 

@@ -9,7 +9,7 @@ threshold as soon as one large block is freed). Whoever still holds a view of a 
 but never sees another page's bytes in it.
 
 Owner: the engine thread; every method is called by it alone. Other threads get `bytes` (`export`, `extract`), never
-views. May import numpy, kvd.errors, kvd.ids, kvd.quant.spec.
+views. May import numpy, kvd.errors, kvd.ids, kvd.quant.spec and kvd.store.fragment.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvd.errors import InternalError, InvalidParams
 from kvd.ids import FrameId
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
+from kvd.store.fragment import Fragment, anonymous_memory, extract, move_tokens
 
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"U32": np.dtype("<u4"), "BF16": np.dtype("<u2")}
 
@@ -48,7 +49,7 @@ class AnonymousMappings:
         """See `FrameAllocator.allocate`; the mapping starts zeroed."""
         slab_bytes = -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # The array keeps the mapping alive; it goes back to the system when the last view is gone.
-        return np.frombuffer(mmap.mmap(-1, slab_bytes), np.uint8, n_bytes), slab_bytes
+        return np.frombuffer(anonymous_memory(slab_bytes), np.uint8, n_bytes), slab_bytes
 
     def release(self, octets: OctetArray) -> None:
         """Nothing to do: the last view returns the mapping."""
@@ -134,13 +135,13 @@ class Frames(Protocol):
         """Overwrite the whole frame."""
 
     def extract(self, frame: FrameId, start: int, end: int) -> bytes:
-        """A fragment."""
+        """A fragment's bytes."""
+
+    def fragment(self, frame: FrameId, tokens: int) -> Fragment:
+        """The first tokens, a copy that needs no frame."""
 
     def insert(self, frame: FrameId, start: int, end: int, data: bytes | memoryview, upto: int | None = None) -> None:
         """Write a fragment back."""
-
-    def copy_tokens(self, source: FrameId, target: FrameId, tokens: int) -> None:
-        """Copy the first tokens of one frame into another."""
 
     def discard_appended(self) -> None:
         """A step was given up: forget what was found of the tokens it wrote."""
@@ -155,24 +156,23 @@ class Frames(Protocol):
 class _Frame:
     """One frame: its memory and its views. Made by FramePool only."""
 
-    __slots__ = ("_layers", "address", "layout", "octets", "slab_bytes", "tensors")
+    __slots__ = ("_layers", "address", "layout", "octets", "slab_bytes")
 
     def __init__(self, layout: PageLayout, allocator: FrameAllocator) -> None:
         self.layout = layout
         self.octets, self.slab_bytes = allocator.allocate(layout.payload_bytes)
         self.address = int(self.octets.ctypes.data)
-        self.tensors = tuple(
-            self.octets[t.offset_bytes : t.offset_bytes + t.tensor_bytes].view(_DTYPES[t.dtype]).reshape(t.shape)
-            for t in layout.tensors
-        )
         self._layers: dict[int, LayerArrays] = {}
 
     def layer(self, layer_index: int) -> LayerArrays:
         """Views of one layer, made once."""
         found = self._layers.get(layer_index)
         if found is None:
-            at = 6 * self.layout.layer_indices.index(layer_index)
-            found = LayerArrays(SideArrays(*self.tensors[at : at + 3]), SideArrays(*self.tensors[at + 3 : at + 6]))
+            views = [
+                self.octets[t.offset_bytes : t.offset_bytes + t.tensor_bytes].view(_DTYPES[t.dtype]).reshape(t.shape)
+                for t in self.layout.layer_tensors(layer_index)
+            ]
+            found = LayerArrays(SideArrays(*views[:3]), SideArrays(*views[3:]))
             self._layers[layer_index] = found
         return found
 
@@ -304,7 +304,18 @@ class FramePool:
             InvalidParams: not 0 <= start <= end <= 256.
         """
         _check_range(start, end)
-        return b"".join(tensor[:, start:end].tobytes() for tensor in self._frame(frame).tensors)
+        held = self._frame(frame)
+        return extract(held.layout, held.octets, PAGE_TOKENS, start, end)
+
+    def fragment(self, frame: FrameId, tokens: int) -> Fragment:
+        """The first `tokens` tokens, a copy that needs no frame.
+
+        Raises:
+            InvalidParams: not 1 <= tokens <= 256.
+        """
+        _check_range(1, tokens)
+        held = self._frame(frame)
+        return Fragment(held.layout, tokens, held.octets)
 
     def insert(self, frame: FrameId, start: int, end: int, data: bytes | memoryview, upto: int | None = None) -> None:
         """Write a fragment back.
@@ -329,26 +340,8 @@ class FramePool:
             raise InvalidParams(
                 f"a fragment of {tokens} tokens has {tokens * held.layout.token_bytes} bytes, not {len(data)}"
             )
-        offset = 0
-        for tensor in held.tensors:
-            heads, _, width = tensor.shape
-            part = np.frombuffer(data, tensor.dtype, heads * tokens * width, offset).reshape(heads, tokens, width)
-            tensor[:, start:stop] = part[:, : stop - start]
-            offset += part.nbytes
-
-    def copy_tokens(self, source: FrameId, target: FrameId, tokens: int) -> None:
-        """Copy the first `tokens` tokens of one frame into another of the same format.
-
-        Raises:
-            InvalidParams: `tokens` not in [0, 256].
-            InternalError: the formats differ; nothing was copied.
-        """
-        _check_range(0, tokens)
-        here, there = self._frame(source), self._frame(target)
-        if here.layout.tensors != there.layout.tensors:
-            raise InternalError(f"frames {source} and {target} have different layouts")
-        for old, new in zip(here.tensors, there.tensors, strict=True):
-            new[:, :tokens] = old[:, :tokens]
+        source = np.frombuffer(data, np.uint8)
+        move_tokens(held.layout, source, (tokens, 0), held.octets, (PAGE_TOKENS, start), stop - start)
 
     def discard_appended(self) -> None:
         """Nothing to forget, for the same reason as in `check_appended`."""

@@ -18,6 +18,7 @@ from kvd.quant.codec import encode
 from kvd.quant.conditioning import Conditioning
 from kvd.quant.errors import NonFiniteValues
 from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageFormat, PageLayout, SideFormat
+from kvd.store.fragment import Fragment
 from kvd.store.frame_pool import FramePool
 
 ON_CUDA = hasattr(mx, "cuda") and mx.cuda.is_available()
@@ -260,13 +261,14 @@ def test_values_that_do_not_fit_are_reported() -> None:
 
 
 def test_bytes_move_as_on_the_host() -> None:
-    """Export, fill, extract, insert and copies give the host pool's bytes."""
+    """Export, fill, extract and insert give the host pool's bytes, and so do tails that are packed and unpacked."""
     rng = np.random.default_rng()
     pools = Mirrored(rng)
     layout = layout_of(8, 4, 3, 64, 64)
     table = pools.segment(layout, (Run(0, 512),)).block_table
     for pool in (pools.host, pools.device):
-        pool.copy_tokens(table[0], table[1], 77)
+        packed = Fragment(layout, 77, pool.extract(table[0], 0, 77))
+        pool.insert(table[1], 0, 77, packed.data)
         pool.insert(table[0], 5, 90, rng.bytes(0) + pools.host.extract(table[1], 100, 185))
     for start, end in ((0, 256), (3, 4), (17, 200), (9, 9)):
         assert pools.device.extract(table[1], start, end) == pools.host.extract(table[1], start, end)

@@ -144,25 +144,6 @@ def test_a_fragment_of_another_length_is_refused() -> None:
         pool.insert(ONE, 0, 4, noise(4 * layout().token_bytes - 2))
 
 
-def test_copy_tokens_copies_a_prefix() -> None:
-    """Copy-on-write of a partial page: the first tokens, nothing after them, source unchanged."""
-    pool = pool_with(ONE, TWO)
-    pool.fill(ONE, noise(layout().payload_bytes))
-    before = pool.export(ONE)
-    pool.copy_tokens(ONE, TWO, 100)
-    assert pool.extract(TWO, 0, 100) == pool.extract(ONE, 0, 100)
-    assert not any(pool.extract(TWO, 100, PAGE_TOKENS))
-    assert pool.export(ONE) == before
-
-
-def test_copy_between_formats_is_refused() -> None:
-    """Tokens of one format mean nothing in another."""
-    pool = pool_with(ONE)
-    pool.create(TWO, layout("q8"))
-    with pytest.raises(InternalError):
-        pool.copy_tokens(ONE, TWO, 10)
-
-
 def test_formats_share_one_budget_and_nothing_strands() -> None:
     """P21: frames of any format fit until their bytes reach the budget, in any order of coming and going."""
     small, large = layout("q4"), layout("q8")

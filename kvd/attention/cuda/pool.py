@@ -9,7 +9,7 @@ Kernels that write frames return `order`; whoever reads or writes frames later t
 Kernels that read frames leave an output in `readers`. Before a frame is dropped all of them run (`settle`).
 
 Owner: the engine thread. May import mlx, numpy, kvd.attention, kvd.errors, kvd.ids, kvd.quant.spec,
-kvd.store.frame_pool.
+kvd.store.fragment, kvd.store.frame_pool.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvd.errors import InternalError, InvalidParams
 from kvd.ids import FrameId
 from kvd.quant.errors import NonFiniteValues
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
+from kvd.store.fragment import Fragment
 from kvd.store.frame_pool import FramePoolStatistics
 
 
@@ -219,6 +220,15 @@ class DevicePool:
         _check_range(start, end)
         return self._read(_pieces(self._frame(frame), start, end))
 
+    def fragment(self, frame: FrameId, tokens: int) -> Fragment:
+        """The first `tokens` tokens, a copy in host memory that needs no frame.
+
+        Raises:
+            InvalidParams: not 1 <= tokens <= 256.
+        """
+        _check_range(1, tokens)
+        return Fragment(self.layout(frame), tokens, self.extract(frame, 0, tokens))
+
     def insert(self, frame: FrameId, start: int, end: int, data: bytes | memoryview, upto: int | None = None) -> None:
         """Write a fragment back.
 
@@ -240,20 +250,6 @@ class DevicePool:
         if len(data) != expected:
             raise InvalidParams(f"a fragment of {end - start} tokens has {expected} bytes, not {len(data)}")
         self._write(_pieces(held, start, end), data)
-
-    def copy_tokens(self, source: FrameId, target: FrameId, tokens: int) -> None:
-        """Copy the first `tokens` tokens of one frame into another of the same format.
-
-        Raises:
-            InvalidParams: `tokens` not in [0, 256].
-            InternalError: the formats differ; nothing was copied.
-        """
-        _check_range(0, tokens)
-        here, there = self._frame(source), self._frame(target)
-        if here.layout.tensors != there.layout.tensors:
-            raise InternalError(f"frames {source} and {target} have different layouts")
-        if tokens:
-            self._write(_pieces(there, 0, tokens), self._read(_pieces(here, 0, tokens)))
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
