@@ -13,6 +13,7 @@ PAGE_MARKS: Mapping[str, str] = {
     "loading_tail": "▒",
     "evicted": "░",
     "filling": "▄",
+    "packed": "▄",
     "stashed": "_",
     "lost": "!",
 }

@@ -88,8 +88,8 @@ class Optimum:
         """See `EvictionPolicy.order`."""
         pages: dict[PageId, Page] = {}
         for space in spaces:
-            if space.use.readable_pages and not space.use.held:
-                pages.update((page.page_id, page) for page in space.pages_tail_first() if page.frame is not None)
+            if space.use.ram_pages and not space.use.held:
+                pages.update((page.page_id, page) for page in space.pages_tail_first() if page.ram_bytes)
         able = [p for p in pages.values() if (p.droppable or self._dirty(p)) and not p.held and p.needed_by]
         yield from sorted(able, key=lambda page: (-self._next_use(page.page_id), page.page_id))
 
@@ -393,7 +393,7 @@ class Replay:
         match instruction:
             case ev.MapFrame(page, _, group, space):
                 self._page_bytes[page] = self._known[space].page_bytes[group]
-            case ev.CopyTokens(_, page, _, group, _):
+            case ev.CopyTail(page=page, group=group):
                 assert known is not None
                 self._page_bytes[page] = known.page_bytes[group]
             case ev.LoadPage(page) | ev.LoadTail(page):

@@ -35,13 +35,13 @@ class Sample:
     Attributes:
         at_s: on the soak's clock.
         footprint_bytes: what the process takes.
-        frame_bytes: of that, memory mapped for pages.
+        page_bytes: of that, memory mapped for pages: frames and packed tails.
         open_files, threads: of the process.
     """
 
     at_s: float
     footprint_bytes: int
-    frame_bytes: int
+    page_bytes: int
     open_files: int
     threads: int
 
@@ -51,7 +51,7 @@ class Sample:
         return cls(
             at_s=at_s,
             footprint_bytes=int(figures["footprint_bytes"]),
-            frame_bytes=int(figures["frame_bytes"]),
+            page_bytes=int(figures["frame_bytes"]) + int(figures["packed_bytes"]),
             open_files=int(figures["open_files"]),
             threads=int(figures["threads"]),
         )
@@ -59,7 +59,7 @@ class Sample:
     @property
     def own_bytes(self) -> int:
         """What it takes beside pages."""
-        return max(0, self.footprint_bytes - self.frame_bytes)
+        return max(0, self.footprint_bytes - self.page_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from kvd.store.errors import LogDamaged, LogVanished, PageNotDurable, PageRefere
 from kvd.store.records import AgentRecord, PageEntry, RecordKind
 from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import Activated, CopiesLost, Deactivated, LogLost, TurnCommitted
-from kvd.vm.page import PageState
+from kvd.vm.page import OPEN
 from kvd.vm.views import SegmentView
 
 if TYPE_CHECKING:
@@ -267,15 +267,14 @@ def _record(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
 
 def _extract(core: EngineCore, segment: SegmentView, start: int, end: int) -> bytes:
     assert segment.tail is not None
-    assert segment.tail.frame is not None
-    return core.memory.pool.extract(segment.tail.frame, start, end)
+    return core.memory.tail_bytes(segment.tail, start, end)
 
 
 def _tails_at_hand(core: EngineCore, branch: Branch) -> bool:
     """Whether what the next record must hold of the open pages is in RAM."""
     base = branch.baseline
     for segment in core.pager.segments(branch.space):
-        if segment.tail is None or segment.tail.state is PageState.FILLING:
+        if segment.tail is None or segment.tail.state in OPEN:
             continue
         logged = base.tail if base.pages == base.logged_pages == len(segment.pages) else 0
         if logged < segment.tail_tokens:

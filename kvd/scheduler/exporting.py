@@ -36,7 +36,7 @@ from kvd.store.page_file import PageHeader
 from kvd.store.record_codec import encode_record
 from kvd.store.records import AgentRecord, PageEntry, SegmentDelta
 from kvd.store.swap_ops import StoreHands
-from kvd.vm.page import READABLE, PageState
+from kvd.vm.page import OPEN, READABLE
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -104,8 +104,8 @@ def _tails(
     tails: list[tuple[int, bytes]] = []
     for group, segment in enumerate(core.pager.segments(branch.space)):
         tail, data = segment.tail, b""
-        if tail is not None and tail.state is PageState.FILLING and tail.frame is not None:
-            data = core.memory.pool.extract(tail.frame, 0, tail.tokens)
+        if tail is not None and tail.state in OPEN:
+            data = core.memory.tail_bytes(tail, 0, tail.tokens)
         elif tail is not None:
             read = partial(_read_tail, ref, branch.branch_id, group)
             data = (yield from file_step(core, path, read)) or b""

@@ -2,7 +2,8 @@
 
 Everything here runs on the engine thread. The store's answers reach `on_result` through the engine's inbox. The order
 of instructions is kept: a frame is dropped, made or copied at once, reads and writes are queued for the swap thread,
-which gets owned bytes and never a view of a frame.
+which gets owned bytes and never a view of a frame. Packed tails live here, as fragments without a frame; with a pool on
+a device they are in host memory.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from kvd.scheduler.agents import page_runs
 from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.tracing import TraceWriter
 from kvd.store.errors import FormatUnknown, LogCorrupt, PageCorrupt, PageMissing
+from kvd.store.fragment import Fragment
 from kvd.store.frame_pool import Frames
 from kvd.store.page_file import PageHeader
 from kvd.vm.errors import IllegalEvent, NoRoomForCopy, NotResident, SpaceInUse
 from kvd.vm.events import (
-    CopyTokens,
+    CopyTail,
+    CutPacked,
     DropFrame,
+    DropPacked,
     Event,
     ForgetPage,
     LoadDone,
@@ -33,13 +37,16 @@ from kvd.vm.events import (
     LoadPage,
     LoadTail,
     MapFrame,
+    PackTail,
     Tick,
     TokensAppended,
+    UnpackTail,
     WriteDone,
     WriteFailed,
     WritePage,
 )
 from kvd.vm.pager import Pager
+from kvd.vm.views import TailView
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,7 @@ class Memory:
         self._pages: dict[PageId, PageFacts] = {}
         self.failed_writes: dict[PageId, int] = {}
         self._loading: dict[PageId, Load] = {}
+        self._packed: dict[PageId, Fragment] = {}
         self._read_at_tick: list[Load] = []
         # pages given up although their files may be good: those stay, whoever forgets the pages
         self._spared: set[PageId] = set()
@@ -197,6 +205,21 @@ class Memory:
         """What it takes to read a sealed page that a space maps."""
         return self._pages[page]
 
+    def tail_bytes(self, tail: TailView, start: int, end: int) -> bytes:
+        """Tokens [start, end) of a tail that is in RAM (`OPEN`), as the log has them: `[kv_heads, n, width]` a tensor.
+
+        Raises:
+            InvalidParams: it has no such tokens.
+        """
+        if tail.frame is not None:
+            return self.pool.extract(tail.frame, start, end)
+        return self._packed[tail.page_id].part(start, end)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of all packed tails."""
+        return sum(fragment.octets.nbytes for fragment in self._packed.values())
+
     # ---- events in --------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
@@ -239,9 +262,20 @@ class Memory:
                 # a frame whose load is still under way does not exist yet
                 if frame in self.pool:
                     self.pool.drop(frame)
-            case CopyTokens(source, _, target, _, tokens):
-                self.pool.create(target, self.pool.layout(source))
-                self.pool.copy_tokens(source, target, tokens)
+            case CopyTail(source, frame, page, _, tokens):
+                packed = self._packed[source].head(tokens) if frame is None else self.pool.fragment(frame, tokens)
+                self._packed[page] = packed
+            case PackTail(page, frame, tokens):
+                self._packed[page] = self.pool.fragment(frame, tokens)
+                self.pool.drop(frame)
+            case UnpackTail(page, frame, tokens):
+                fragment = self._packed.pop(page)
+                self.pool.create(frame, fragment.layout)
+                self.pool.insert(frame, 0, tokens, fragment.data)
+            case CutPacked(page, tokens):
+                self._packed[page] = self._packed[page].head(tokens)
+            case DropPacked(page):
+                del self._packed[page]
             case WritePage(page, frame, _):
                 facts = self._pages[page]
                 self._swap.write_page(facts.header, facts.layout, self.pool.export(frame))

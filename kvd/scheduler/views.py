@@ -81,7 +81,9 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
                     "group": int(segment.group),
                     "window_tokens": core.spec.groups[segment.group].layer.window,
                     "pages": pages,
-                    "tail": None if tail is None else {"tokens": tail.tokens, "state": tail.state.value},
+                    "tail": None
+                    if tail is None
+                    else {"tokens": tail.tokens, "state": tail.state.value, "ram_bytes": tail.ram_bytes},
                 }
             )
         branches.append(
@@ -120,6 +122,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "budget_bytes": pager.budget_bytes,
         "usable_bytes": pager.usable_bytes,
         "resident_bytes": pager.resident_bytes,
+        "packed_bytes": pager.packed_bytes,
         "peak_resident_bytes": pager.peak_resident_bytes,
         "peak_budget_bytes": pager.peak_total_bytes,
         "in_flight_bytes": pager.in_flight_bytes,
@@ -134,6 +137,8 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "eviction": pager.eviction,
         "evictions": pager.evictions,
         "window_drops": pager.window_drops,
+        "tails_packed": pager.packs,
+        "tails_unpacked": pager.unpacks,
         "faults": pager.faults,
         "demanded_pages": pager.demanded,
         "refaults": pager.refaults,

@@ -175,6 +175,12 @@ class AddressSpace:
             if page.state in STORED:
                 yield page
 
+    def packed(self) -> Iterator[Page]:
+        """Tails that a step needs in a frame and that have none, though they are in RAM."""
+        if self.use.packed_pages:
+            tails = (segment.tail for segment in self.segments)
+            yield from (tail for tail in tails if tail is not None and tail.state is PageState.PACKED)
+
     def growth_missing(self) -> tuple[int, ...]:
         """Growth pages still to be mapped, per group."""
         wanted = self.growth_pages(self.growth_tokens)

@@ -2,7 +2,8 @@
 
 Theory of operation. A space demands all that its next step sees while it is held (active or pinned), and the frames it
 wants for growth; pages behind the window of a sliding group are not demanded. A cut to come demands the one page per
-group that it goes through, which is then kept until the cut is done. The head of the demand queue is never overtaken,
+group that it goes through, which is then kept until the cut is done. A packed tail is in RAM: a step needs it in a
+frame, a cut does not. The head of the demand queue is never overtaken,
 so a large space cannot be starved by small ones; while every active and pinned space together fit the budget's usable
 bytes, everything else can be evicted and each transfer that ends moves the queue on. When no demand waits, pages are
 loaded ahead (`kvd.vm.prefetch`).
@@ -18,7 +19,7 @@ from kvd.ids import SpaceId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.budget import Budget
 from kvd.vm.mapping import Mappings
-from kvd.vm.page import READABLE, STORED, Page, PageState
+from kvd.vm.page import IN_RAM, STORED, Page, PageState
 from kvd.vm.prefetch import Expectations
 from kvd.vm.transfers import Transfers
 
@@ -86,12 +87,13 @@ class Demand:
 
     def can_cut(self, space: SpaceId) -> bool:
         """True when every page that the last `want_cut` named is in RAM."""
-        return all(page.state in READABLE for page in self._cuts.get(space, ()))
+        return all(page.state in IN_RAM for page in self._cuts.get(space, ()))
 
     def _let_cut_go(self, space: SpaceId) -> None:
         for page in self._cuts.pop(space, ()):
             page.keepers -= 1
             self._transfers.drop_if_wanted(page)
+            self._transfers.packing.left_alone(space)
 
     # ---- carrying it on ---------------------------------------------------------------------------------------------
 
@@ -109,11 +111,17 @@ class Demand:
             self._prefetch()
 
     def _serve(self, space: AddressSpace) -> bool:
-        """Load what the space lacks and map its growth, as far as possible; True when all of it is under way."""
+        """Unpack and load what the space lacks and map its growth, as far as possible; True when all is under way."""
         growth = space.growth_missing()
         growth_bytes = sum(count * page_bytes for count, page_bytes in zip(growth, space.page_bytes, strict=True))
+        packed = list(space.packed()) if space.use.held else []
         loads = self._loads(space)
-        self._transfers.make_room(sum(page.page_bytes for page in loads) + growth_bytes)
+        more_bytes = sum(page.page_bytes - page.ram_bytes for page in (*packed, *loads))
+        self._transfers.make_room(more_bytes + growth_bytes)
+        for page in packed:
+            if not self._budget.can_map(page.page_bytes - page.ram_bytes):
+                return False
+            self._transfers.packing.unpack(page)
         for page in loads:
             if not (self._transfers.can_start_load and self._budget.can_load(page.page_bytes)):
                 return False

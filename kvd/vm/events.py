@@ -12,7 +12,8 @@ once is queued inside the pager and continues when a `WriteDone` or `LoadDone` m
 `pager.is_ready(space)`.
 
 Durability of a tail: after `TurnCommitted`, the tail's KV is in the agent's log up to `durable_tokens`; an inactive
-space's fully durable tail may be dropped from RAM and is read back with `LoadTail`.
+space's fully durable tail may be dropped from RAM and is read back with `LoadTail`. Before that it is packed: its
+tokens stay in RAM without a frame (`PackTail`, `UnpackTail`), whether or not they are durable.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class TurnCommitted:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """Cut the space to `tokens`. A cut inside a sealed page makes a private copy of its first tokens (CopyTokens).
+    """Cut the space to `tokens`. A cut inside a sealed page makes a private copy of its first tokens (CopyTail).
 
     Pages that a window comes back to are demanded while the space is active or pinned.
     """
@@ -137,7 +138,7 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """`child` maps the sealed pages of `parent` up to `tokens`; at most one partial page per segment is copied.
+    """`child` maps the sealed pages of `parent` up to `tokens`; the tokens of at most one page per segment are copied.
 
     A page that is cut must be in RAM: say CutWanted first, or have the parent active and ready.
     """
@@ -244,7 +245,7 @@ class BudgetChanged:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A second passed: try a write again if writes fail and it is time to."""
+    """A second passed: pack tails that nobody has used for a while, try a write again if writes fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,14 +330,50 @@ class WritePage:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTokens:
-    """Copy the first `tokens` tokens of one frame to another (both exist; the target is new: make it exist first)."""
+class CopyTail:
+    """Keep a copy of the first `tokens` tokens of page `source` as the new packed tail `page`.
 
-    source: FrameId
-    target_page: PageId
-    target: FrameId
+    They are read from `frame`, or, when that is None, from `source` as it is packed.
+    """
+
+    source: PageId
+    frame: FrameId | None
+    page: PageId
     group: GroupId
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackTail:
+    """Keep the first `tokens` tokens of the frame as the packed tail `page`, and free the frame."""
+
+    page: PageId
+    frame: FrameId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackTail:
+    """Make the frame exist, put the packed tail `page` of `tokens` tokens into it, and forget what was packed."""
+
+    page: PageId
+    frame: FrameId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutPacked:
+    """Keep only the first `tokens` tokens of a packed tail."""
+
+    page: PageId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropPacked:
+    """A packed tail's bytes are not needed any more."""
+
+    page: PageId
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,4 +390,16 @@ class ForgetPage:
     page: PageId
 
 
-Instruction = MapFrame | LoadPage | LoadTail | WritePage | CopyTokens | DropFrame | ForgetPage
+Instruction = (
+    MapFrame
+    | LoadPage
+    | LoadTail
+    | WritePage
+    | CopyTail
+    | PackTail
+    | UnpackTail
+    | CutPacked
+    | DropPacked
+    | DropFrame
+    | ForgetPage
+)

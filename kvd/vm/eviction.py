@@ -1,4 +1,4 @@
-"""Which pages lose their frames first. A policy only ranks; the pager decides how many go and how.
+"""Which pages leave RAM first. A policy only ranks; the pager decides how many go and how.
 
 May import kvd.ids, kvd.vm.page and kvd.vm.address_space only.
 """
@@ -27,7 +27,7 @@ class EvictionPolicy(Protocol):
     name: str
 
     def order(self, spaces: Iterable[AddressSpace]) -> Iterator[Page]:
-        """Yield pages that may lose their frame, first victim first, each once.
+        """Yield pages that may leave RAM, first victim first, each once.
 
         A yielded page is either droppable at once (`Page.droppable`) or dirty (SEALED_DIRTY, WRITING) and can be
         dropped after its write. Pages an active or pinned space needs, or a cut to come does, are never yielded, nor
@@ -59,12 +59,12 @@ class SpaceOrder(ABC):
         everything = list(spaces)
         ranks = self.ranks(everything)
         # Spaces that are wholly absent are skipped: there may be many, and this runs whenever room is short.
-        idle = [s for s in everything if s.use.readable_pages and not s.use.held]
+        idle = [s for s in everything if s.use.ram_pages and not s.use.held]
         goes_with: dict[PageId, SpaceId | None] = {}  # of shared pages: looked up once, however many spaces map them
         for space in sorted(idle, key=lambda s: ranks[s.space]):
             dirty: list[Page] = []
             for page in space.pages_tail_first():
-                if page.frame is None:
+                if not page.ram_bytes:
                     continue
                 if len(page.users) == 1:
                     if page.held or page.page_id in space.use.behind_window:

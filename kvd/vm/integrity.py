@@ -11,14 +11,17 @@ from collections.abc import Iterable, Iterator
 from kvd.ids import PageId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.errors import IntegrityError
-from kvd.vm.page import IN_FLIGHT, READABLE, RESIDENT, STORED, PageState
+from kvd.vm.page import IN_FLIGHT, IN_RAM, READABLE, RESIDENT, STORED, Page, PageState
 from kvd.vm.page_table import PageTable
 
-TAIL_STATES = frozenset({PageState.FILLING, PageState.STASHED, PageState.LOADING_TAIL, PageState.LOST})
+TAIL_STATES = frozenset(
+    {PageState.FILLING, PageState.PACKED, PageState.STASHED, PageState.LOADING_TAIL, PageState.LOST}
+)
 """States of a private tail."""
 
 SEALED_STATES = frozenset(PageState) - {
     PageState.FILLING,
+    PageState.PACKED,
     PageState.STASHED,
     PageState.LOADING_TAIL,
     PageState.RELEASED,
@@ -62,14 +65,23 @@ def _frame_problems(table: PageTable) -> Iterator[str]:
 
 def _byte_problems(table: PageTable) -> Iterator[str]:
     budget = table.budget
-    resident_bytes = sum(page.page_bytes for page in table if page.state in RESIDENT)
+    resident_bytes = sum(_ram_bytes(table, page) for page in table)
     in_flight_bytes = sum(page.page_bytes for page in table if page.state in IN_FLIGHT)
+    for page in table:
+        if page.ram_bytes != _ram_bytes(table, page):
+            yield f"page {page.page_id} is {page.state} of {page.tokens} tokens with {page.ram_bytes} bytes in RAM"
     if resident_bytes != budget.resident_bytes:
         yield f"{resident_bytes} bytes resident, {budget.resident_bytes} booked"
     if in_flight_bytes != budget.in_flight_bytes:
         yield f"{in_flight_bytes} bytes in flight, {budget.in_flight_bytes} booked"
     if budget.total_bytes > budget.budget_bytes and not budget.converging:
         yield f"{budget.total_bytes} bytes held exceed the budget of {budget.budget_bytes}"
+
+
+def _ram_bytes(table: PageTable, page: Page) -> int:
+    if page.state is PageState.PACKED:
+        return table.packed_bytes(page.page_bytes, page.tokens)
+    return page.page_bytes if page.state in RESIDENT else 0
 
 
 def _reference_problems(table: PageTable, spaces: list[AddressSpace]) -> Iterator[str]:
@@ -100,11 +112,13 @@ def _space_problems(space: AddressSpace) -> Iterator[str]:
         sum(page.state not in READABLE for page in needed),
         sum(page.page_bytes for page in needed if page.state in STORED),
         sum(page.state is PageState.LOST for page in needed),
-        sum(page.state in READABLE for page in every),
+        sum(page.state is PageState.PACKED for page in needed),
+        sum(page.state in IN_RAM for page in every),
     )
-    booked = (space.use.absent_pages, space.use.stored_bytes, space.use.lost_pages, space.use.readable_pages)
+    use = space.use
+    booked = (use.absent_pages, use.stored_bytes, use.lost_pages, use.packed_pages, use.ram_pages)
     if counted != booked:
-        yield f"{name} has (absent pages, stored bytes, lost pages, readable pages) {counted}, booked are {booked}"
+        yield f"{name} has (absent pages, stored bytes, lost, packed, in RAM) {counted}, booked are {booked}"
     behind = {page.page_id for segment in space.segments for page in segment.sealed[: segment.first_page]}
     if behind != space.use.behind_window:
         yield f"{name} has {sorted(behind)} behind its windows, booked are {sorted(space.use.behind_window)}"

@@ -1,6 +1,7 @@
 """Which pages a space maps: restore, append and seal, fork, cut, unmap.
 
-Sealed pages are shared by mapping them once more; a cut inside a page copies its first tokens into a private tail.
+Sealed pages are shared by mapping them once more; a cut inside a page copies its first tokens into a private tail,
+which is packed: who only forks or cuts needs no frame for it.
 Every method checks before it changes anything. What runs when (demand, eviction) is the pager's.
 
 May import kvd.ids and the other modules of kvd.vm but pager.
@@ -14,7 +15,7 @@ from kvd.ids import GroupId, PageId, SpaceId
 from kvd.vm import events as ev
 from kvd.vm.address_space import AddressSpace, Segment
 from kvd.vm.errors import IllegalEvent, NotResident
-from kvd.vm.page import IN_FLIGHT, READABLE, RESIDENT, Page, PageState
+from kvd.vm.page import IN_FLIGHT, IN_RAM, OPEN, Page, PageState
 from kvd.vm.page_table import PageTable
 from kvd.vm.transfers import Transfers
 
@@ -81,33 +82,37 @@ class Mappings:
             page = self._table.find(ref.page_id)
             if page is None:
                 page = self._table.create(
-                    ref.page_id, segment.group, segment.page_bytes, PageState.EVICTED, key=ref.key
+                    ref.page_id,
+                    segment.group,
+                    segment.page_bytes,
+                    PageState.EVICTED,
+                    key=ref.key,
+                    tokens=self._page_tokens,
                 )
-                page.tokens = self._page_tokens
             self._table.map(page, space.use)
             segment.sealed.append(page)
         space.tokens = tokens
         for segment in space.segments:
             if space.tail_tokens:
-                tail = self._new_page(space, segment.group, PageState.STASHED)
-                tail.tokens = tail.durable_tokens = space.tail_tokens
+                tail = self._new_page(space, segment.group, PageState.STASHED, tokens=space.tail_tokens)
+                tail.durable_tokens = space.tail_tokens
                 segment.tail = tail
         self._slide(space)
         return space
 
     def fork(self, parent: AddressSpace, child: SpaceId, tokens: int) -> AddressSpace:
-        """A space that maps the parent's pages up to `tokens`; a page that is cut is copied.
+        """A space that maps the parent's pages up to `tokens`; of a page that is cut the tokens before it are copied.
 
         Raises:
             IllegalEvent: the parent does not have `tokens` tokens.
             NotResident: the page that is cut is not in RAM.
-            NoRoomForCopy: no frame for the copy; after each of these nothing has changed.
+            NoRoomForCopy: no room for the copy; after each of these nothing has changed.
         """
         space = self.create(child, parent.page_bytes)
         full, part = self._split(parent, tokens)
         sources = self._sources(parent, tokens)
-        for page in self._transfers.plan_copy_room(self._bytes(sources), {page.page_id for page in sources}):
-            self._transfers.evict(page)
+        room = self._transfers.plan_copy_room(self._copy_bytes(sources, part), {page.page_id for page in sources})
+        self._transfers.carry_out(room)
         for segment, origin in zip(space.segments, parent.segments, strict=True):
             segment.sealed.extend(origin.sealed[:full])
             for page in segment.sealed:
@@ -169,7 +174,7 @@ class Mappings:
         Raises:
             IllegalEvent: the space does not have `tokens` tokens.
             NotResident: the sealed page that is cut is not in RAM.
-            NoRoomForCopy: no frame for the copy; after each of these nothing has changed.
+            NoRoomForCopy: no room for the copy; after each of these nothing has changed.
         """
         full, part = self._split(space, tokens)
         if tokens == space.tokens:
@@ -183,8 +188,8 @@ class Mappings:
         kept = full + (1 if part else 0)
         leaving = [page for segment in space.segments for page in (*segment.sealed[kept:], segment.tail) if page]
         growth = [page for segment in space.segments for page in segment.growth]
-        victims = self._transfers.plan_copy_room(
-            self._bytes(sources) - self._freed_bytes([*leaving, *growth]),
+        room = self._transfers.plan_copy_room(
+            self._copy_bytes(sources, part) - self._freed_bytes([*leaving, *growth]),
             {page.page_id for page in (*leaving, *sources)},
         )
         self.release_growth(space)
@@ -192,10 +197,9 @@ class Mappings:
             del segment.sealed[full:]
             segment.tail = None
         space.tokens = tokens
-        # What leaves goes first, so that the copy can use its frames; the page that is cut goes after the copy.
+        # What leaves goes first, so that the copy can use its room; the page that is cut goes after the copy.
         self.unmap(space, leaving)
-        for page in victims:
-            self._transfers.evict(page)
+        self._transfers.carry_out(room)
         self._copy_tails(space, sources, part)
         self.unmap(space, sources)
         self._slide(space)
@@ -253,8 +257,8 @@ class Mappings:
         if (known.key, known.group, known.page_bytes) != (ref.key, segment.group, segment.page_bytes):
             raise IllegalEvent(f"page {ref.page_id} is known with another key, group or length", page=str(ref.page_id))
 
-    def _new_page(self, space: AddressSpace, group: GroupId, state: PageState) -> Page:
-        page = self._table.create(self._new_page_id(), group, space.page_bytes[group], state)
+    def _new_page(self, space: AddressSpace, group: GroupId, state: PageState, *, tokens: int = 0) -> Page:
+        page = self._table.create(self._new_page_id(), group, space.page_bytes[group], state, tokens=tokens)
         self._table.map(page, space.use)
         return page
 
@@ -269,7 +273,7 @@ class Mappings:
         """Per group the page that is cut, sealed or tail; none at a page border."""
         sources = space.cut_pages(tokens)
         for page in sources:
-            if page.state not in READABLE:
+            if page.state not in IN_RAM:
                 raise NotResident(
                     f"space {space.space} is cut inside page {page.page_id} ({page.state}): CutWanted comes first",
                     space=int(space.space),
@@ -280,12 +284,9 @@ class Mappings:
 
     def _copy_tails(self, space: AddressSpace, sources: list[Page], tokens: int) -> None:
         for source in sources:
-            tail = self._new_page(space, source.group, PageState.FILLING)
-            tail.tokens = tokens
+            tail = self._new_page(space, source.group, PageState.PACKED, tokens=tokens)
             space.segments[source.group].tail = tail
-            assert source.frame is not None
-            assert tail.frame is not None
-            self._emit(ev.CopyTokens(source.frame, tail.page_id, tail.frame, source.group, tokens))
+            self._emit(ev.CopyTail(source.page_id, source.frame, tail.page_id, source.group, tokens))
 
     def _shorten_tails(self, space: AddressSpace, tokens: int) -> None:
         space.tokens = tokens
@@ -294,18 +295,16 @@ class Mappings:
             assert tail is not None
             # In RAM the tail may go on differently from what the log holds, so only the next commit makes it durable.
             # A stashed tail can only be read back from the log, which holds these tokens as a prefix.
-            tail.durable_tokens = 0 if tail.state is PageState.FILLING else space.tail_tokens
-            tail.tokens = space.tail_tokens
+            tail.durable_tokens = 0 if tail.state in OPEN else space.tail_tokens
+            self._table.shorten(tail, space.tail_tokens)
+            if tail.state is PageState.PACKED:
+                self._emit(ev.CutPacked(tail.page_id, tail.tokens))
 
-    @staticmethod
-    def _bytes(pages: Iterable[Page]) -> int:
-        return sum(page.page_bytes for page in pages)
+    def _copy_bytes(self, sources: Iterable[Page], tokens: int) -> int:
+        """What copies of the first `tokens` tokens of these pages take."""
+        return sum(self._table.packed_bytes(page.page_bytes, tokens) for page in sources)
 
     @staticmethod
     def _freed_bytes(pages: Iterable[Page]) -> int:
         """Bytes that come free at once when one user lets go of `pages`."""
-        return sum(
-            page.page_bytes
-            for page in pages
-            if len(page.users) == 1 and page.state in RESIDENT and page.state not in IN_FLIGHT
-        )
+        return sum(page.ram_bytes for page in pages if len(page.users) == 1 and page.state not in IN_FLIGHT)

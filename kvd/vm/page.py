@@ -1,12 +1,15 @@
 """One page: its state, its frame and who maps it; the legal moves are a table.
 
 Theory of operation. A page starts as an empty private tail (FILLING). Sealed, it is written to swap once and may then
-lose and regain its frame any number of times. A tail loses its frame only when the agent's log holds all of it:
+lose and regain its frame any number of times. A tail that no step needs is packed: its tokens alone stay in RAM, and
+the frame, which has room for a whole page, goes. Its bytes leave RAM only when the agent's log holds all of it:
 
     FILLING ─► SEALED_DIRTY ─► WRITING ─► CLEAN ─► EVICTED ─► LOADING ─► CLEAN
-       │ ▲          ▲             │                             │
-       │ │          └── failed ───┘                             └─ failed ─► LOST
-       ▼ │
+     │ ▲  ▲         ▲             │                             │
+     │ │  │         └── failed ───┘                             └─ failed ─► LOST
+     │ ▼  │
+     │ PACKED
+     ▼ ▼  │
     STASHED ─► LOADING_TAIL ─► FILLING (or LOST)
 
 A page in flight (WRITING, LOADING, LOADING_TAIL) is never RELEASED: when its last user lets go it stays in the table,
@@ -44,6 +47,7 @@ class PageState(StrEnum):
     CLEAN = "clean"
     EVICTED = "evicted"
     LOADING = "loading"
+    PACKED = "packed"
     STASHED = "stashed"
     LOADING_TAIL = "loading_tail"
     LOST = "lost"
@@ -53,26 +57,34 @@ class PageState(StrEnum):
 _S = PageState
 
 TRANSITIONS: Final[dict[PageState, frozenset[PageState]]] = {
-    _S.FILLING: frozenset({_S.SEALED_DIRTY, _S.STASHED, _S.RELEASED}),
+    _S.FILLING: frozenset({_S.SEALED_DIRTY, _S.PACKED, _S.STASHED, _S.RELEASED}),
     _S.SEALED_DIRTY: frozenset({_S.WRITING, _S.RELEASED}),
     _S.WRITING: frozenset({_S.CLEAN, _S.SEALED_DIRTY}),
     _S.CLEAN: frozenset({_S.EVICTED, _S.SEALED_DIRTY, _S.RELEASED}),
     _S.EVICTED: frozenset({_S.LOADING, _S.RELEASED}),
     _S.LOADING: frozenset({_S.CLEAN, _S.LOST}),
+    _S.PACKED: frozenset({_S.FILLING, _S.STASHED, _S.RELEASED}),
     _S.STASHED: frozenset({_S.LOADING_TAIL, _S.RELEASED}),
     _S.LOADING_TAIL: frozenset({_S.FILLING, _S.LOST}),
     _S.LOST: frozenset({_S.RELEASED}),
     _S.RELEASED: frozenset(),
 }
 
-FIRST_STATES: Final = frozenset({_S.FILLING, _S.EVICTED, _S.STASHED})
-"""States a page may be born in: a new tail, a page known from swap, a tail known from the log."""
+FIRST_STATES: Final = frozenset({_S.FILLING, _S.EVICTED, _S.PACKED, _S.STASHED})
+"""States a page may be born in: a new tail, a page known from swap, a tail that a cut copied, one known from the log.
+"""
 
 RESIDENT: Final = frozenset({_S.FILLING, _S.SEALED_DIRTY, _S.WRITING, _S.CLEAN, _S.LOADING, _S.LOADING_TAIL})
 """States that own a frame."""
 
 READABLE: Final = frozenset({_S.FILLING, _S.SEALED_DIRTY, _S.WRITING, _S.CLEAN})
 """States whose frame holds the page's bytes, so that a step may read it."""
+
+IN_RAM: Final = READABLE | {_S.PACKED}
+"""States whose bytes are in RAM, so that they can be copied, recorded and exported without the disk."""
+
+OPEN: Final = frozenset({_S.FILLING, _S.PACKED})
+"""States of a tail whose bytes are in RAM."""
 
 STORED: Final = frozenset({_S.EVICTED, _S.STASHED})
 """States whose bytes are on disk only and can be loaded."""
@@ -99,7 +111,8 @@ class SpaceUse:
         absent_pages: mapped pages that a step needs and could not read now.
         stored_bytes: of these, bytes of pages that can be loaded (EVICTED, STASHED).
         lost_pages: of these, pages that are lost.
-        readable_pages: mapped pages that are in RAM, wherever they lie.
+        packed_pages: of these, tails that are packed.
+        ram_pages: mapped pages whose bytes are in RAM, wherever they lie.
         behind_window: mapped pages that no step can see, since they lie before a group's window. They count as neither
             absent nor lost, and nothing is done to have them in RAM.
     """
@@ -117,7 +130,8 @@ class SpaceUse:
     absent_pages: int = 0
     stored_bytes: int = 0
     lost_pages: int = 0
-    readable_pages: int = 0
+    packed_pages: int = 0
+    ram_pages: int = 0
     behind_window: set[PageId] = field(default_factory=set)
 
     @property
@@ -149,7 +163,7 @@ class SpaceUse:
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One page of one cache group. Owned by the page table; `PageTable.move` alone changes state and frame.
+    """One page of one cache group. Owned by the page table, which alone changes state, frame and bytes.
 
     Attributes:
         page_id: unique for ever.
@@ -159,7 +173,8 @@ class Page:
         tokens: tokens it holds; less than a page only for tails and growth pages.
         durable_tokens: for tails, tokens the agent's log is known to hold.
         key: look-up key, None while filling.
-        frame: its frame, None when not resident.
+        frame: its frame, None when it has none.
+        ram_bytes: what it takes in RAM now: a frame's bytes, or while it is packed those of its tokens.
         users: who maps it, by space; a tail has exactly one.
         keepers: cuts to come that need the page in RAM.
         prefetched: why it was loaded ahead, while it is in RAM and nobody has needed it since.
@@ -176,6 +191,7 @@ class Page:
     durable_tokens: int = 0
     key: PageKey | None = None
     frame: FrameId | None = None
+    ram_bytes: int = 0
     users: dict[SpaceId, SpaceUse] = field(default_factory=dict)
     keepers: int = 0
     prefetched: PrefetchReason | None = None
@@ -199,15 +215,20 @@ class Page:
 
     @property
     def droppable(self) -> bool:
-        """True when its frame can be dropped at once without losing a token: CLEAN, or a tail durable to its end."""
-        if self.state is PageState.FILLING:
+        """True when its bytes can be dropped at once without losing a token: CLEAN, or a tail durable to its end."""
+        if self.state in OPEN:
             return 0 < self.tokens == self.durable_tokens
         return self.state is PageState.CLEAN
 
     @property
     def stored_state(self) -> PageState:
-        """The state it takes when its frame is dropped: EVICTED, or STASHED for a tail."""
-        return PageState.STASHED if self.state is PageState.FILLING else PageState.EVICTED
+        """The state it takes when its bytes are dropped: EVICTED, or STASHED for a tail."""
+        return PageState.STASHED if self.state in OPEN else PageState.EVICTED
+
+    @property
+    def packable(self) -> bool:
+        """True when it is a tail in a frame that neither a step nor a cut to come needs."""
+        return self.state is PageState.FILLING and self.tokens > 0 and not self.held
 
     def check_move(self, state: PageState) -> None:
         """Refuse a move that the table does not have.

@@ -1,7 +1,8 @@
 """The page table: every page the pager knows, its frame, its users, and the byte accounts that follow from them.
 
-A page's state decides whether it owns a frame, whether a copy of it is in flight and whether a step can read it. So
-`move` is the one place where frames are handed out and bytes are booked, and they cannot drift from the states.
+A page's state decides whether it owns a frame, what it takes in RAM, whether a copy of it is in flight and whether a
+step can read it. So `move` is the one place where frames are handed out and bytes are booked, and they cannot drift
+from the states.
 
 May import kvd.ids, kvd.vm.page, kvd.vm.budget and kvd.vm.errors.
 """
@@ -14,14 +15,15 @@ from collections.abc import Iterator
 from kvd.ids import FrameId, GroupId, PageId, PageKey
 from kvd.vm.budget import Budget
 from kvd.vm.errors import IllegalEvent
-from kvd.vm.page import FIRST_STATES, IN_FLIGHT, READABLE, RESIDENT, STORED, Page, PageState, SpaceUse
+from kvd.vm.page import FIRST_STATES, IN_FLIGHT, IN_RAM, READABLE, RESIDENT, STORED, Page, PageState, SpaceUse
 
 
 class PageTable:
-    """All pages and frames. Owned by the pager; `create`, `move`, `map`, `unmap` and `show` mutate it.
+    """All pages and frames. Owned by the pager; `create`, `move`, `shorten`, `map`, `unmap` and `show` mutate it.
 
     Args:
         budget: the accounts it books into.
+        page_tokens: tokens of one page.
 
     Attributes:
         budget: as given.
@@ -30,8 +32,9 @@ class PageTable:
         free_frames: a heap of those that are free now; the lowest is reused first, so numbers stay dense.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, page_tokens: int) -> None:
         self.budget = budget
+        self._page_tokens = page_tokens
         self.tick = 0
         self.issued_frames = 0
         self.free_frames: list[FrameId] = []
@@ -60,22 +63,33 @@ class PageTable:
             raise IllegalEvent(f"page {page_id} is {found}, not {wanted}", page=str(page_id), state=found)
         return page
 
+    def packed_bytes(self, page_bytes: int, tokens: int) -> int:
+        """What `tokens` tokens of a page of `page_bytes` take without a frame."""
+        return -(-page_bytes * tokens // self._page_tokens)
+
     def create(
-        self, page_id: PageId, group: GroupId, page_bytes: int, state: PageState, *, key: PageKey | None = None
+        self,
+        page_id: PageId,
+        group: GroupId,
+        page_bytes: int,
+        state: PageState,
+        *,
+        key: PageKey | None = None,
+        tokens: int = 0,
     ) -> Page:
-        """Enter a page in one of `FIRST_STATES`; a FILLING one gets a frame.
+        """Enter a page of `tokens` tokens in one of `FIRST_STATES`; a FILLING one gets a frame.
 
         Raises:
             IllegalEvent: the id exists already, or a page cannot begin in `state`.
         """
         if page_id in self._pages or state not in FIRST_STATES:
             raise IllegalEvent(f"page {page_id} cannot be created as {state}", page=str(page_id), state=str(state))
-        page = Page(page_id, group, page_bytes, state, key=key)
+        page = Page(page_id, group, page_bytes, state, tokens=tokens, key=key)
         self._pages[page_id] = page
         page.history.append((self.tick, state))
         if state in RESIDENT:
             page.frame = self._take_frame()
-            self.budget.book(resident_bytes=page_bytes)
+        self.budget.book(resident_bytes=self._count_ram(page))
         return page
 
     def move(self, page: Page, state: PageState) -> FrameId | None:
@@ -96,7 +110,7 @@ class PageTable:
         page.history.append((self.tick, state))
         resident = (state in RESIDENT) - (before in RESIDENT)
         in_flight = (state in IN_FLIGHT) - (before in IN_FLIGHT)
-        self.budget.book(resident_bytes=resident * page.page_bytes, in_flight_bytes=in_flight * page.page_bytes)
+        self.budget.book(resident_bytes=self._count_ram(page), in_flight_bytes=in_flight * page.page_bytes)
         freed: FrameId | None = None
         if resident > 0:
             page.frame = self._take_frame()
@@ -107,6 +121,11 @@ class PageTable:
         if state is PageState.RELEASED:
             del self._pages[page.page_id]
         return freed
+
+    def shorten(self, page: Page, tokens: int) -> None:
+        """A tail keeps its first `tokens` tokens; a packed one takes fewer bytes from here on."""
+        page.tokens = tokens
+        self.budget.book(resident_bytes=self._count_ram(page))
 
     def map(self, page: Page, use: SpaceUse) -> None:
         """Add a user.
@@ -137,12 +156,23 @@ class PageTable:
     @staticmethod
     def _count(page: Page, use: SpaceUse, sign: int) -> None:
         """Enter the page into (1) or take it out of (-1) the counters of a space that maps it."""
-        if page.state in READABLE:
-            use.readable_pages += sign
-        elif page.page_id not in use.behind_window:
+        use.ram_pages += sign * (page.state in IN_RAM)
+        if page.state not in READABLE and page.page_id not in use.behind_window:
             use.absent_pages += sign
+            use.packed_pages += sign * (page.state is PageState.PACKED)
             use.lost_pages += sign * (page.state is PageState.LOST)
             use.stored_bytes += sign * page.page_bytes * (page.state in STORED)
+
+    def _count_ram(self, page: Page) -> int:
+        """Enter what the page takes in RAM as it is now; returns how much more that is than before."""
+        before = page.ram_bytes
+        if page.state in RESIDENT:
+            page.ram_bytes = page.page_bytes
+        elif page.state is PageState.PACKED:
+            page.ram_bytes = self.packed_bytes(page.page_bytes, page.tokens)
+        else:
+            page.ram_bytes = 0
+        return page.ram_bytes - before
 
     def _take_frame(self) -> FrameId:
         if self.free_frames:

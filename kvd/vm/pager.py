@@ -22,7 +22,7 @@ from kvd.vm.errors import IllegalEvent, NotResident, SpaceInUse
 from kvd.vm.eviction import EvictionPolicy, LruPolicy
 from kvd.vm.integrity import check
 from kvd.vm.mapping import Mappings
-from kvd.vm.page import PageState
+from kvd.vm.page import OPEN, PageState
 from kvd.vm.page_table import PageTable
 from kvd.vm.prefetch import Expectations
 from kvd.vm.transfers import Transfers
@@ -72,7 +72,7 @@ class Pager:
         if len(windows) != group_count or any(window is not None and window < 1 for window in windows):
             raise ValueError(f"{group_count} groups need as many windows of at least one token, not {windows}")
         self._budget = Budget(budget_bytes, max_transfers=max_writes_in_flight + max_loads_in_flight)
-        self._table = PageTable(self._budget)
+        self._table = PageTable(self._budget, page_tokens)
         self._spaces: dict[SpaceId, AddressSpace] = {}
         self._policy = policy if policy is not None else LruPolicy()
         self._turns = 0
@@ -278,6 +278,7 @@ class Pager:
                 self._budget.set_budget(event.budget_bytes)
                 self._expected.is_due = True
             case ev.Tick():
+                self._transfers.packing.tick()
                 self._transfers.tick()
             case ev.RetryWanted():
                 if event.space is not None:
@@ -314,6 +315,7 @@ class Pager:
         self._use(found)
         self._mappings.release_growth(found)
         self._demand.settle(found)
+        self._transfers.packing.left_alone(space)
         self._expected.is_due = True
 
     def _pinned(self, space: SpaceId) -> None:
@@ -327,6 +329,7 @@ class Pager:
         found = self._space(space)
         found.use.pinned = False
         self._demand.settle(found)
+        self._transfers.packing.left_alone(space)
         self._expected.is_due = True
 
     def _prefetch_hinted(self, event: ev.PrefetchHinted) -> None:
@@ -347,6 +350,8 @@ class Pager:
             self._transfers.drop_if_wanted(page)
             if page.state is PageState.SEALED_DIRTY:
                 self._transfers.hurry(page)
+            elif page.packable:
+                self._transfers.packing.pack(page)  # the log lacks some of it
 
     def _growth_wanted(self, event: ev.GrowthWanted) -> None:
         space = self._space(event.space)
@@ -376,7 +381,7 @@ class Pager:
 
     def _log_lost(self, space: SpaceId) -> None:
         for segment in self._space(space).segments:
-            if segment.tail is not None and segment.tail.state is PageState.FILLING:
+            if segment.tail is not None and segment.tail.state in OPEN:
                 segment.tail.durable_tokens = 0
 
     def _copies_lost(self, event: ev.CopiesLost) -> None:

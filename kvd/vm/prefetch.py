@@ -12,7 +12,7 @@ A client's hint is worth what it finds: what does not fit is not waited for. A t
 looked at again whenever room may have come, until the space runs, the turn is gone, or others are predicted.
 
 Every page loaded ahead is *unknown* until a space that is held (or a cut to come) needs it while it is still there:
-then it was *used*. If its frame goes before, it was *wasted*. So prefetched = used + wasted + unknown, for each reason.
+then it was *used*. If it leaves RAM before, it was *wasted*. So prefetched = used + wasted + unknown, for each reason.
 
 May import kvd.ids and the other modules of kvd.vm but pager and demand.
 """
@@ -81,7 +81,7 @@ class PrefetchLedger:
                 page.prefetched = None
 
     def dropped(self, page: Page) -> None:
-        """The page's frame goes; if it was loaded ahead, in vain."""
+        """The page leaves RAM; if it was loaded ahead, in vain."""
         if page.prefetched is not None:
             figures = self._figures[page.prefetched]
             figures.wasted_pages += 1
@@ -97,7 +97,7 @@ class PrefetchLedger:
             if unknown != counted:
                 yield f"(pages, bytes) {unknown} loaded as {reason} have no known end, {counted} are there"
         for page in table:
-            if page.prefetched is not None and (page.frame is None or page.held):
+            if page.prefetched is not None and (not page.ram_bytes or page.held):
                 yield f"page {page.page_id} counts as {page.prefetched} though it is {page.state}, held: {page.held}"
 
 

@@ -1,11 +1,12 @@
 """Pages on their way between RAM and disk: write-behind, loads, and making room.
 
 Theory of operation. Sealed pages are queued for writing at once, so that a turn's pages are durable early and room can
-be made by dropping clean pages. Writes that stand between a demand and its room go before write-behind. After a write
-failed, one is tried at a time, ever more rarely (a full disk is full for every page), and dirty pages are not counted
-on: clean pages of later spaces go first rather than nothing at all. The page that failed goes to the end of the queue,
-so that a page that alone cannot be written does not stop the others. A page that its last user let go of while it is
-in flight stays until the transfer ends.
+be made by dropping clean pages. Before any page goes tails are packed (`kvd.vm.packing`): nothing is read again for it.
+Writes that stand between a demand and its room go before write-behind. After a write failed, one is tried at a time,
+ever more rarely (a full disk is full for every page), and dirty pages are not counted on: clean pages of later spaces
+go first rather than nothing at all. The page that failed goes to the end of the queue, so that a page that alone cannot
+be written does not stop the others. A page that its last user let go of while it is in flight stays until the transfer
+ends.
 
 *Refaults* tell a pool that is too small from one that is merely filled for the first time. Evicting for room moves a
 clock on, by bytes, and the page is stamped with it. When the page is demanded again, the clock tells how much went in
@@ -23,9 +24,10 @@ from typing import Final
 from kvd.ids import PageId, SpaceId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.errors import NoRoomForCopy
-from kvd.vm.events import DropFrame, ForgetPage, Instruction, LoadPage, LoadTail, WritePage
+from kvd.vm.events import DropFrame, DropPacked, ForgetPage, Instruction, LoadPage, LoadTail, WritePage
 from kvd.vm.eviction import EvictionPolicy
-from kvd.vm.page import IN_FLIGHT, RESIDENT, Page, PageState, SpaceUse
+from kvd.vm.packing import Packing
+from kvd.vm.page import IN_FLIGHT, IN_RAM, RESIDENT, Page, PageState, SpaceUse
 from kvd.vm.page_table import PageTable
 from kvd.vm.prefetch import PrefetchLedger
 from kvd.vm.views import Counters
@@ -48,6 +50,7 @@ class Transfers:
     Attributes:
         writes_fail: the last write that ended failed; only trials start.
         ledger: what became of pages that were loaded ahead.
+        packing: tails without a frame.
         evicted_bytes: the eviction clock: bytes evicted for room since start.
     """
 
@@ -63,6 +66,7 @@ class Transfers:
     ) -> None:
         self.counters = Counters()
         self.ledger = PrefetchLedger()
+        self.packing = Packing(table, spaces, emit, self.counters)
         self.evicted_bytes = 0
         self.loads_in_flight = 0
         self._table = table
@@ -90,14 +94,14 @@ class Transfers:
     # ---- frames -----------------------------------------------------------------------------------------------------
 
     def drop(self, page: Page) -> None:
-        """Drop a droppable page's frame; its bytes stay in swap or in the log."""
+        """Drop a droppable page's bytes from RAM; they stay in swap or in the log."""
         self._move(page, page.stored_state)
         self.counters.evictions += 1
 
     def evict(self, page: Page) -> None:
-        """Drop a droppable page's frame to make room; the clock goes on, and the page remembers what it says."""
+        """Drop a droppable page to make room; the clock goes on, and the page remembers what it says."""
+        self.evicted_bytes += page.ram_bytes
         self.drop(page)
-        self.evicted_bytes += page.page_bytes
         page.evicted_at_bytes = self.evicted_bytes
 
     def count_fault(self, page: Page) -> None:
@@ -118,7 +122,7 @@ class Transfers:
             self._emit(ForgetPage(page.page_id))
 
     def drop_if_wanted(self, page: Page) -> None:
-        """Drop the frame when nobody can see the page any more, or all who need it were asked to be evicted."""
+        """Drop the bytes when nobody can see the page any more, or all who need it were asked to be evicted."""
         if not page.droppable or page.held or not page.users:
             return
         if page.is_behind_window:
@@ -128,12 +132,14 @@ class Transfers:
             self.drop(page)
 
     def make_room(self, want_bytes: int) -> None:
-        """Evict until `want_bytes` more fit, as far as that can be done now.
+        """Pack tails, then evict, until `want_bytes` more fit, as far as that can be done now.
 
         Clean victims go at once. Dirty ones are written first: they count as room on its way, and the demand goes on
         when their writes are done.
         """
         shortage_bytes = self._budget.shortage_bytes(want_bytes)
+        if shortage_bytes > 0:
+            shortage_bytes -= self.packing.make_room(shortage_bytes)
         if shortage_bytes <= 0:
             return
         if not self.writes_fail:
@@ -145,55 +151,50 @@ class Transfers:
         if shortage_bytes <= 0:
             return
         for page in self._policy.order(self._spaces.values()):
+            freed_bytes = page.ram_bytes
             if page.droppable:
                 self.evict(page)
             elif page.state is PageState.SEALED_DIRTY:
                 if self.writes_fail:
                     continue
                 self.hurry(page)
-            shortage_bytes -= page.page_bytes
+            shortage_bytes -= freed_bytes
             if shortage_bytes <= 0:
                 return
 
     def make_prefetch_room(self, want_bytes: int, use: SpaceUse) -> bool:
-        """Drop clean pages of spaces that are expected less than one with this use; True when `want_bytes` more fit.
+        """Pack tails and drop clean pages of spaces that are expected less than one with this use.
 
         When all of them together are too little none goes: a page that is not loaded is no reason to give up others.
+
+        Returns:
+            Whether `want_bytes` more fit now.
         """
         shortage_bytes = self._budget.shortage_bytes(want_bytes)
-        if shortage_bytes <= 0:
-            return True
-        victims: list[Page] = []
-        for page in self._policy.order(self._spaces.values()):
-            if page.droppable and all(other.claim < use.claim for other in page.needed_by):
-                victims.append(page)
-                shortage_bytes -= page.page_bytes
-                if shortage_bytes <= 0:
-                    for victim in victims:
-                        self.evict(victim)
-                    return True
-        return False
+        plan, missing_bytes = self._plan_room(
+            shortage_bytes, lambda page: all(other.claim < use.claim for other in page.needed_by)
+        )
+        if missing_bytes > 0:
+            return False
+        self.carry_out(plan)
+        return True
 
     def plan_copy_room(self, want_bytes: int, keep: Collection[PageId]) -> list[Page]:
-        """Find victims whose frames make room for a copy at once; drops none of them.
+        """Find what makes room for a copy at once, for `carry_out`; nothing is done yet.
 
         Args:
             want_bytes: bytes of the copies, less what the same event frees before them.
-            keep: pages that must not be victims.
+            keep: pages that must stay as they are.
 
         Raises:
             NoRoomForCopy: too much is held or dirty; nothing has changed.
         """
+        if want_bytes <= 0:
+            return []  # What takes no more than it frees is allowed even while a smaller budget is out of reach.
         shortage_bytes = self._budget.copy_shortage_bytes(want_bytes)
-        victims: list[Page] = []
-        if want_bytes <= 0 or shortage_bytes <= 0:
-            return victims  # What takes no more than it frees is allowed even while a smaller budget is out of reach.
-        for page in self._policy.order(self._spaces.values()):
-            if page.droppable and page.page_id not in keep:
-                victims.append(page)
-                shortage_bytes -= page.page_bytes
-                if shortage_bytes <= 0:
-                    return victims
+        plan, shortage_bytes = self._plan_room(shortage_bytes, lambda page: page.page_id not in keep)
+        if shortage_bytes <= 0:
+            return plan
         raise NoRoomForCopy(
             f"no room for a copy of {want_bytes} bytes: {shortage_bytes} bytes are missing; retry when a request ends",
             retry_after_s=0.05,
@@ -202,6 +203,37 @@ class Transfers:
             resident_bytes=self._budget.resident_bytes,
             budget_bytes=self._budget.budget_bytes,
         )
+
+    def carry_out(self, plan: Iterable[Page]) -> None:
+        """Pack each tail that is in a frame and evict all others, in the order of the plan."""
+        for page in plan:
+            if page.state is PageState.FILLING:
+                self.packing.pack(page)
+            else:
+                self.evict(page)
+
+    def _plan_room(self, shortage_bytes: int, may_go: Callable[[Page], bool]) -> tuple[list[Page], int]:
+        """Tails to pack and clean pages to evict until a shortage is met, and what is missing when they do not suffice.
+
+        A tail that goes altogether comes twice.
+        """
+        plan: list[Page] = []
+        for page in self.packing.packable():
+            if shortage_bytes <= 0:
+                return plan, shortage_bytes
+            if may_go(page):
+                plan.append(page)
+                shortage_bytes -= self.packing.saved_bytes(page)
+        if shortage_bytes <= 0:
+            return plan, shortage_bytes
+        for page in self._policy.order(self._spaces.values()):
+            if page.droppable and may_go(page):
+                plan.append(page)
+                packed = page.state is PageState.FILLING
+                shortage_bytes -= page.ram_bytes - (self.packing.saved_bytes(page) if packed else 0)
+                if shortage_bytes <= 0:
+                    break
+        return plan, shortage_bytes
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
@@ -338,17 +370,23 @@ class Transfers:
         dirty = {page.page_id for page in self._table if page.state is PageState.SEALED_DIRTY}
         if len(queued) != len(dirty) or set(queued) != dirty:
             problems.append(f"write queues hold {sorted(queued)}, dirty are {sorted(dirty)}")
-        return [*problems, *self.ledger.check(self._table)]
+        return [*problems, *self.ledger.check(self._table), *self.packing.check()]
 
     def _settle(self, page: Page) -> None:
         if page.users:
             self.drop_if_wanted(page)
+            if page.state is PageState.FILLING:
+                for space in page.users:
+                    self.packing.left_alone(space)  # as far as it is: what it was loaded for may be over
         else:
             self.release(page)
 
     def _move(self, page: Page, state: PageState) -> None:
-        if state not in RESIDENT:
+        if state not in RESIDENT | IN_RAM:
             self.ledger.dropped(page)
+        was_packed = page.state is PageState.PACKED
         freed = self._table.move(page, state)
         if freed is not None:
             self._emit(DropFrame(freed))
+        if was_packed:
+            self._emit(DropPacked(page.page_id))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvd.ids import FrameId, GroupId, PageId, SpaceId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.events import PageRef
-from kvd.vm.page import RESIDENT, STORED, Page, PageState, PrefetchReason
+from kvd.vm.page import OPEN, STORED, Page, PageState, PrefetchReason
 from kvd.vm.page_table import PageTable
 from kvd.vm.prefetch import PrefetchFigures
 
@@ -42,9 +42,10 @@ class TailView:
     Attributes:
         page_id: its id; the sealed page will carry it too.
         state: where its bytes are.
-        frame: its frame, None when not resident.
+        frame: its frame, None when it has none.
         tokens: tokens it holds.
         durable_tokens: of these, tokens known to be in the agent's log.
+        ram_bytes: what it takes in RAM: a frame's bytes, those of its tokens while it is packed, or nothing.
     """
 
     page_id: PageId
@@ -52,6 +53,7 @@ class TailView:
     frame: FrameId | None
     tokens: int
     durable_tokens: int
+    ram_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class SegmentView:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """How much of a space is where. Pages are counted over all groups, bytes as frames hold them.
+    """How much of a space is where. Pages are counted over all groups.
 
     Attributes:
         space: whose residency.
@@ -86,13 +88,13 @@ class Residency:
         last_used: the pager's tick at its last use; larger is later.
         total_pages: pages that hold tokens, tails included.
         behind_window_pages: of these, pages its next step cannot see, wherever they are; the others are needed.
-        resident_pages: needed pages a step can read now.
+        resident_pages: needed pages that are in RAM: those a step can read now, and tails that are packed.
         loading_pages: needed pages on their way in.
         stored_pages: needed pages that are only on disk.
         dirty_pages: sealed pages without a swap copy yet, those behind the window included.
         shared_pages: pages other spaces map too.
         lost_pages: needed pages whose load failed.
-        resident_bytes: bytes of its frames, growth and what is left behind the window included.
+        resident_bytes: bytes of its frames, growth and what is left behind the window included, and of packed tails.
         needed_bytes: bytes of the needed pages: what it takes when it can run, without growth.
         total_bytes: bytes of all its pages.
         lost_at: position it must be cut to, since a needed page is lost; None when none is.
@@ -124,7 +126,8 @@ class Statistics:
     Attributes:
         budget_bytes: what it may hold.
         usable_bytes: what a demand may take; the rest is reserved for copies.
-        resident_bytes: bytes of all frames, those of loads under way included.
+        resident_bytes: bytes of all frames, those of loads under way included, and of packed tails.
+        packed_bytes: of these, bytes of tails that have no frame.
         peak_resident_bytes: the most that has been.
         peak_total_bytes: the most that frames and copies in flight have been together.
         in_flight_bytes: bytes copied for writes and buffers of loads under way.
@@ -140,6 +143,8 @@ class Statistics:
         behind_window_bytes: resident bytes of those: they go once they are on disk.
         evictions: frames dropped to make room or on the user's wish, since start.
         window_drops: frames dropped since their pages fell behind a window, since start.
+        packs: tails packed, since start; those that a cut copied were never in a frame and do not count.
+        unpacks: packed tails put into a frame, since start.
         demanded: pages that spaces needed when requests on them started, in RAM or not, since start.
         faults: pages and tails loaded because a space demanded them, since start.
         refaults: of these, pages that a pool at most twice as large would have kept (see `kvd.vm.transfers`).
@@ -153,6 +158,7 @@ class Statistics:
     budget_bytes: int
     usable_bytes: int
     resident_bytes: int
+    packed_bytes: int
     peak_resident_bytes: int
     peak_total_bytes: int
     in_flight_bytes: int
@@ -167,6 +173,8 @@ class Statistics:
     behind_window_bytes: int
     evictions: int
     window_drops: int
+    packs: int
+    unpacks: int
     demanded: int
     faults: int
     refaults: int
@@ -192,6 +200,8 @@ class Counters:
 
     evictions: int = 0
     window_drops: int = 0
+    packs: int = 0
+    unpacks: int = 0
     demanded: int = 0
     faults: int = 0
     refaults: int = 0
@@ -201,7 +211,7 @@ class Counters:
 
 
 def _is_dirty(page: Page) -> bool:
-    if page.state is PageState.FILLING:
+    if page.state in OPEN:
         return page.tokens > page.durable_tokens
     return page.state in (PageState.SEALED_DIRTY, PageState.WRITING)
 
@@ -220,7 +230,7 @@ def view_segments(space: AddressSpace) -> tuple[SegmentView, ...]:
         tail = segment.tail
         tail_view = None
         if tail is not None:
-            tail_view = TailView(tail.page_id, tail.state, tail.frame, tail.tokens, tail.durable_tokens)
+            tail_view = TailView(tail.page_id, tail.state, tail.frame, tail.tokens, tail.durable_tokens, tail.ram_bytes)
         growth = tuple(page.frame for page in segment.growth if page.frame is not None)
         views.append(SegmentView(segment.group, pages, tail_view, growth))
     return tuple(views)
@@ -239,13 +249,13 @@ def view_residency(space: AddressSpace) -> Residency:
         last_used=space.use.last_used,
         total_pages=len(mapped),
         behind_window_pages=len(mapped) - len(needed),
-        resident_pages=len(needed) - space.use.absent_pages,
+        resident_pages=len(needed) - space.use.absent_pages + space.use.packed_pages,
         loading_pages=sum(page.state in (PageState.LOADING, PageState.LOADING_TAIL) for page in needed),
         stored_pages=sum(page.state in STORED for page in needed),
         dirty_pages=sum(page.state in (PageState.SEALED_DIRTY, PageState.WRITING) for page in mapped),
         shared_pages=sum(len(page.users) > 1 for page in mapped),
         lost_pages=space.use.lost_pages,
-        resident_bytes=sum(page.page_bytes for page in (*mapped, *growth) if page.state in RESIDENT),
+        resident_bytes=sum(page.ram_bytes for page in (*mapped, *growth)),
         needed_bytes=sum(page.page_bytes for page in needed),
         total_bytes=sum(page.page_bytes for page in mapped),
         lost_at=space.lost_at(),
@@ -263,20 +273,22 @@ def view_statistics(
 ) -> Statistics:
     """Picture of the whole pager; walks all pages."""
     pages = {str(state): 0 for state in PageState if state is not PageState.RELEASED}
-    dirty_bytes = pinned_bytes = shared_pages = behind_pages = behind_bytes = 0
+    dirty_bytes = pinned_bytes = packed_bytes = shared_pages = behind_pages = behind_bytes = 0
     for page in table:
         pages[str(page.state)] += 1
         shared_pages += len(page.users) > 1
-        dirty_bytes += page.page_bytes * _is_dirty(page)
-        pinned_bytes += page.page_bytes * (page.state in RESIDENT and page.held)
+        dirty_bytes += page.ram_bytes * _is_dirty(page)
+        pinned_bytes += page.ram_bytes * page.held
+        packed_bytes += page.ram_bytes * (page.state is PageState.PACKED)
         behind_pages += page.is_behind_window
-        behind_bytes += page.page_bytes * (page.state in RESIDENT and page.is_behind_window)
+        behind_bytes += page.ram_bytes * page.is_behind_window
     uses = [space.use for space in spaces]
     budget = table.budget
     return Statistics(
         budget_bytes=budget.budget_bytes,
         usable_bytes=budget.usable_bytes,
         resident_bytes=budget.resident_bytes,
+        packed_bytes=packed_bytes,
         peak_resident_bytes=budget.peak_resident_bytes,
         peak_total_bytes=budget.peak_total_bytes,
         in_flight_bytes=budget.in_flight_bytes,
@@ -291,6 +303,8 @@ def view_statistics(
         behind_window_bytes=behind_bytes,
         evictions=counters.evictions,
         window_drops=counters.window_drops,
+        packs=counters.packs,
+        unpacks=counters.unpacks,
         demanded=counters.demanded,
         faults=counters.faults,
         refaults=counters.refaults,
