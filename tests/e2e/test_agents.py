@@ -15,7 +15,10 @@ from tests.support.prose import prose
 pytestmark = pytest.mark.daemon
 
 PAGE = 256
-PAGE_STATES = {"filling", "sealed_dirty", "writing", "clean", "evicted", "loading", "stashed", "loading_tail", "lost"}
+PAGE_STATES = {
+    *("filling", "sealed_dirty", "writing", "clean", "evicted"),
+    *("loading", "packed", "stashed", "loading_tail", "lost"),
+}
 
 
 def current_pages(daemon: Daemon, agent: str) -> list[dict[str, Any]]:
@@ -26,13 +29,13 @@ def current_pages(daemon: Daemon, agent: str) -> list[dict[str, Any]]:
 
 
 def test_a_fork_shares_pages_and_goes_its_own_way(daemon: Daemon) -> None:
-    """Copy-on-write: sealed pages are mapped twice, only the open page is copied, and neither disturbs the other."""
+    """Copy-on-write: sealed pages are mapped twice, the open one's tokens copied, and neither disturbs the other."""
     client, text = daemon.client, prose(600, "fork")
     client.inject("fork", text)
     frames = daemon.statistics()["frames"]
     child = client.fork("fork", "fork-child")
     assert (child.agent, child.tokens, child.computed_tokens, child.durable) == ("fork-child", 600, 600, True)
-    assert daemon.statistics()["frames"] == frames + 1
+    assert daemon.statistics()["frames"] <= frames, "no page is copied, only the tokens of the open one"
     parent_pages, child_pages = current_pages(daemon, "fork"), current_pages(daemon, "fork-child")
     assert [page["page"] for page in parent_pages] == [page["page"] for page in child_pages]
     assert [page["shared_by"] for page in child_pages] == [2, 2]
@@ -154,12 +157,18 @@ def test_residency_has_each_page_once_with_its_state(daemon: Daemon) -> None:
     (branch,) = agent["branches"]
     (segment,) = branch["segments"]
     assert (branch["tokens"], branch["current"], len(segment["pages"])) == (530, True, 2)
-    assert segment["tail"] == {"tokens": 18, "state": "filling"}
+    page_bytes = client.model_info()["page_bytes"]
+    expected = {"filling": page_bytes, "packed": page_bytes * 18 // PAGE}  # packed once nobody uses it for a while
+    tail = segment["tail"]
+    assert tail == {"tokens": 18, "state": tail["state"], "ram_bytes": expected[tail["state"]]}
     assert all(page["resident"] and page["state"] == "clean" for page in segment["pages"])
     statistics = daemon.statistics()
     assert set(statistics["pages"]) == PAGE_STATES
     assert statistics["pages"]["lost"] == statistics["pages"]["writing"] == 0
-    assert statistics["resident_bytes"] == everything["resident_bytes"] <= statistics["budget_bytes"]
+    assert everything["resident_bytes"] <= everything["budget_bytes"] == statistics["budget_bytes"]
+    eventually(  # while tails are packed they differ
+        lambda: daemon.statistics()["resident_bytes"] == client.residency()["resident_bytes"], "one figure everywhere"
+    )
 
 
 def test_statistics_are_numbers_that_agree(daemon: Daemon) -> None:

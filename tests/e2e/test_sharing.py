@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvd_client import GenerateResult
-from tests.support.daemon import Daemon, MakeDaemon
+from tests.support.daemon import Daemon, MakeDaemon, eventually
 from tests.support.prose import prose
 from tests.support.tiny_gemma import make_tiny_gemma
 
@@ -33,7 +33,7 @@ def ask(daemon: Daemon, number: int) -> GenerateResult:
 
 
 def test_sixteen_agents_share_a_system_prompt(make_daemon: MakeDaemon) -> None:
-    """P5, P18, P19: computed and stored once; whole after `kill -9` and after the first agent's deletion.
+    """P5, P18, P19, P21: computed and stored once, in RAM, too; whole after `kill -9` and the first agent's deletion.
 
     Another namespace sees nothing of it, `--sharing agent` shares no more, and the last agent frees the disk.
     """
@@ -48,6 +48,13 @@ def test_sixteen_agents_share_a_system_prompt(make_daemon: MakeDaemon) -> None:
     assert statistics["tokens_shared"] == (AGENTS - 1) * SYSTEM_TOKENS
     assert statistics["shared_pages"] == PAGES == len(daemon.page_files())
     assert daemon.client.call("agent.info", {"agent": "agent-3"})["shared_pages"] == PAGES
+    page_bytes = daemon.client.model_info()["page_bytes"]
+    tail_tokens = sum(info.computed_tokens - SYSTEM_TOKENS for info in daemon.client.agents())
+    resident_bytes = PAGES * page_bytes + tail_tokens * page_bytes // 256
+    eventually(
+        lambda: daemon.statistics()["resident_bytes"] == resident_bytes, "idle tails take the bytes of their tokens"
+    )
+    assert sum(path.stat().st_size for path in daemon.page_files()) == daemon.statistics()["swap_bytes"]
 
     daemon.restart()
     recovered = next(line for line in reversed(daemon.log_lines()) if line["event"] == "recovered")

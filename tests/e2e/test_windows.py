@@ -87,7 +87,11 @@ def test_ram_holds_the_window_and_the_map_says_so(daemon: Daemon) -> None:
     assert all(page["resident"] and not page["behind_window"] for page in full["pages"])
     info = daemon.client.agent_info("seen")
     assert info.behind_window_pages == first
-    assert (info.swapped_pages, info.server["needed_bytes"]) == (0, info.resident_bytes)
+    tail_tokens = tokens % 256
+    unused_bytes = (256 - tail_tokens) * daemon.client.model_info()["page_bytes"] // 256
+    assert info.swapped_pages == 0
+    # its open pages are packed once nobody has used it for a while
+    assert info.server["needed_bytes"] - info.resident_bytes in (0, unused_bytes)
     drops = daemon.client.statistics().server["window_drops"]
     assert drops >= first
     daemon.client.rollback("seen", tokens - 2 * WINDOW)

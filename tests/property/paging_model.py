@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvd.ids import FrameId, PageId, SpaceId
@@ -34,6 +34,7 @@ class Machine:
     def __init__(self, models: dict[SpaceId, Model]) -> None:
         self.models = models
         self.frames: dict[FrameId, list[Token]] = {}
+        self.packed: dict[PageId, tuple[Token, ...]] = {}
         self.swap: dict[PageId, tuple[Token, ...]] = {}
         self.writes: dict[PageId, tuple[Token, ...]] = {}
         self.loads: dict[PageId, tuple[FrameId, tuple[Token, ...] | None]] = {}
@@ -64,16 +65,29 @@ class Machine:
                     assert page not in self.writes
                     assert page not in self.swap, "a sealed page is written once"
                     self.writes[page] = tuple(self.frames[frame])
-                case ev.CopyTokens(source=source, target=target, tokens=tokens):
-                    copied = self.frames[source][:tokens]
-                    assert len(copied) == tokens
-                    self._new_frame(target)
-                    self.frames[target].extend(copied)
+                case ev.CopyTail(source=source, frame=frame, page=page, tokens=tokens):
+                    whole = self.packed[source] if frame is None else self.frames[frame]
+                    self._pack(page, whole, tokens)
+                case ev.PackTail(page=page, frame=frame, tokens=tokens):
+                    self._pack(page, self.frames.pop(frame), tokens)
+                case ev.UnpackTail(page=page, frame=frame, tokens=tokens):
+                    self._new_frame(frame)
+                    self.frames[frame].extend(self.packed.pop(page))
+                    assert len(self.frames[frame]) == tokens
+                case ev.CutPacked(page=page, tokens=tokens):
+                    self._pack(page, self.packed.pop(page), tokens)
+                case ev.DropPacked(page=page):
+                    del self.packed[page]
                 case ev.DropFrame(frame=frame):
                     del self.frames[frame]
                     assert all(frame != busy for busy, _ in self.loads.values()), "a frame is dropped under its load"
                 case ev.ForgetPage(page=page):
                     self.swap.pop(page, None)
+
+    def _pack(self, page: PageId, whole: Sequence[Token], tokens: int) -> None:
+        assert page not in self.packed
+        assert 0 < tokens <= len(whole)
+        self.packed[page] = tuple(whole[:tokens])
 
     def _new_frame(self, frame: FrameId) -> None:
         assert frame not in self.frames, "a frame is handed out twice"

@@ -44,7 +44,8 @@ WEIGHTS = {
     "copies_lost": 1,
     "log_lost": 1,
     "retry": 1,
-    "tick": 1,
+    "tick": 3,
+    "left_alone": 1,
     "heal": 2,
     "close": 1,
     "change_budget": 1,
@@ -402,7 +403,7 @@ class PagerMachine(RuleBasedStateMachine):
         if space is None:
             return
         tails = [segment.tail for segment in self.pager.segments(space)]
-        if all(tail is None or tail.state == "filling" for tail in tails):
+        if all(tail is None or tail.state in ("filling", "packed") for tail in tails):
             self.models[space].log = []
             self.send(ev.LogLost(space))
 
@@ -465,6 +466,16 @@ class PagerMachine(RuleBasedStateMachine):
         """Time passes."""
         self.send(ev.Tick())
 
+    def left_alone(self, data: st.DataObject) -> None:
+        """Nobody does anything for a while: no tail keeps a frame but for who runs, is pinned or waits for its turn."""
+        queued = {space.space for space in self.pager.spaces if space.use.hint == "queued"}
+        for _ in range(3):
+            self.send(ev.Tick())
+        for space, model in self.models.items():
+            if not (model.active or model.pinned or space in queued):
+                states = {view.tail.state for view in self.pager.segments(space) if view.tail is not None}
+                assert "filling" not in states
+
     def change_budget(self, data: st.DataObject) -> None:
         """The budget grows or shrinks below what is held."""
         budget_pages = data.draw(st.integers(0, 20))
@@ -489,6 +500,24 @@ class PagerMachine(RuleBasedStateMachine):
         assert statistics.pages["writing"] == len(self.machine.writes)
         resident = sum(statistics.pages[s] for s in ("filling", "sealed_dirty", "writing", "clean"))
         assert resident + len(self.machine.loads) == len(self.machine.frames)
+        assert statistics.pages["packed"] == len(self.machine.packed)
+
+    @invariant()
+    def bytes_are_those_of_what_is_held(self) -> None:
+        """P21: a frame takes its page's bytes, a packed tail those of its tokens and no more, an absent page none."""
+        for space, model in self.models.items():
+            held_bytes = 0
+            for view in self.pager.segments(space):
+                page_bytes = model.page_bytes[view.group]
+                frames = [*view.growth_frames, *(page.frame for page in view.pages)]
+                tail_bytes = 0
+                if view.tail is not None and view.tail.state == "packed":
+                    tail_bytes = -(-page_bytes * len(self.machine.packed[view.tail.page_id]) // PAGE_TOKENS)
+                elif view.tail is not None and view.tail.frame is not None:
+                    tail_bytes = page_bytes
+                assert view.tail is None or view.tail.ram_bytes == tail_bytes
+                held_bytes += page_bytes * sum(frame is not None for frame in frames) + tail_bytes
+            assert self.pager.residency(space).resident_bytes == held_bytes
 
     @invariant()
     def steps_read_the_truth(self) -> None:
@@ -551,6 +580,8 @@ class PagerMachine(RuleBasedStateMachine):
                     self.machine.frames[view.tail.frame][: view.tail.tokens]
                     == expected[len(view.pages) * PAGE_TOKENS :]
                 )
+            if view.tail.state == "packed":
+                assert list(self.machine.packed[view.tail.page_id]) == expected[len(view.pages) * PAGE_TOKENS :]
         start = self.first_seen(space, group)
         first_seen_lost = [position for position in first_lost if position + PAGE_TOKENS > start][:1]
         if first_seen_lost:
@@ -599,6 +630,7 @@ class PagerMachine(RuleBasedStateMachine):
         for page in list(self.machine.loads):
             self._load_ends(page, fails=False)
         assert not self.machine.frames
+        assert not self.machine.packed
         assert not self.machine.swap
         assert self.pager.statistics().resident_bytes == 0
         assert self.pager.statistics().in_flight_bytes == 0

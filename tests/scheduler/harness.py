@@ -18,10 +18,10 @@ from typing import Any
 
 from kvd.attention.reference import ReferenceBackend
 from kvd.errors import KvdError
-from kvd.ids import AgentId, FrameId, GroupId, Namespace, PageId, RequestId
+from kvd.ids import AgentId, GroupId, Namespace, PageId, RequestId
 from kvd.model.loader import LoadedModel
 from kvd.model.tokenizer import TextCodec
-from kvd.quant.spec import PAGE_TOKENS, PageLayout
+from kvd.quant.spec import PageLayout
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import NUMERICS, EngineCore, FormatBook
@@ -41,7 +41,7 @@ from kvd.store.recovery_report import RecoveryReport
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_store import SwapStore
 from kvd.vm.events import Tick
-from kvd.vm.page import READABLE
+from kvd.vm.page import OPEN, READABLE
 from kvd.vm.pager import Pager
 from kvd.vm.text import Span, TypedText
 from tests.scheduler.fake_model import FakeModel, Truth, make_formats, make_spec
@@ -400,7 +400,8 @@ class World:
         core.pager.check_integrity()
         figures = core.pager.statistics()
         assert figures.resident_bytes + figures.in_flight_bytes <= figures.budget_bytes
-        assert core.memory.pool.resident_bytes <= figures.budget_bytes
+        assert core.memory.packed_bytes == figures.packed_bytes
+        assert core.memory.pool.resident_bytes + core.memory.packed_bytes <= figures.budget_bytes
         for agent in core.agents:
             for branch in agent.branches.values():
                 self.check_branch(branch)
@@ -412,18 +413,17 @@ class World:
         assert branch.computed <= len(branch.tokens)
         assert branch.computed == self.core.pager.tokens(branch.space)
         for group, segment in enumerate(self.core.pager.segments(branch.space)):
-            pages: list[tuple[int, FrameId]] = [
-                (number, page.frame)
+            pages = [
+                (number, self.core.memory.pool.export(page.frame))
                 for number, page in enumerate(segment.pages)
                 if page.frame is not None and page.state in READABLE
             ]
             tail = segment.tail
-            if tail is not None and tail.frame is not None and tail.state in READABLE:
-                pages.append((len(segment.pages), tail.frame))
-            for number, frame in pages:
+            if tail is not None and tail.state in OPEN:
+                pages.append((len(segment.pages), self.core.memory.tail_bytes(tail, 0, tail.tokens)))
+            for number, found in pages:
                 expected = self.truth.page_bytes(group, branch.tokens[: branch.computed], number)
-                tokens = min(PAGE_TOKENS, branch.computed - number * PAGE_TOKENS)
-                assert self.core.memory.pool.extract(frame, 0, tokens) == expected, f"page {number} of group {group}"
+                assert found == expected, f"page {number} of group {group}"
 
     def page_ids(self, name: str, group: int = 0) -> list[PageId]:
         """Sealed pages of an agent's current branch."""

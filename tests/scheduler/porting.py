@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.store.agent_file import header_bytes, read_header
+from kvd.vm.page import OPEN
 from tests.scheduler.harness import Outcome, World
 from tests.scheduler.test_turn import text_of
 
@@ -58,13 +59,13 @@ def swap_files(world: World) -> set[Path]:
 
 
 def kv_of(world: World, name: str) -> list[bytes]:
-    """All pages of an agent's branch as its frames hold them, after a turn that needed them."""
+    """All pages of an agent's branch as RAM holds them, after a turn that needed them."""
     branch = world.agent(name).branch
     found = []
     for segment in world.core.pager.segments(branch.space):
         found += [world.core.memory.pool.export(p.frame) for p in segment.pages if p.frame is not None]
-        if segment.tail is not None and segment.tail.frame is not None:
-            found.append(world.core.memory.pool.extract(segment.tail.frame, 0, segment.tail.tokens))
+        if segment.tail is not None and segment.tail.state in OPEN:
+            found.append(world.core.memory.tail_bytes(segment.tail, 0, segment.tail.tokens))
     return found
 
 

@@ -46,7 +46,7 @@ def agent_bytes(runner: Runner) -> int:
 
 
 def room_for(make_runner: Callable[..., Runner], agents: float, **options: Any) -> Runner:
-    """An engine whose budget has room for so many agents of `LINES` lines."""
+    """An engine whose budget has room for so many agents of `LINES` lines in whole frames; idle ones take less."""
     probe = make_runner()
     probe.turn("a", text_of(LINES)).wait()
     page_bytes = probe.look(lambda core: sum(core.page_bytes(core.agents.get(ref_of("a")).branch.space)))
@@ -76,7 +76,7 @@ def figures(runner: Runner) -> dict[str, Any]:
 
 def test_agents_that_take_turns_are_expected(make_runner: Callable[..., Runner]) -> None:
     """Round robin of three with room for two: the next agent is always expected, and pages loaded for it are used."""
-    runner = room_for(make_runner, 2.2, sharing="agent")
+    runner = room_for(make_runner, 1.7, sharing="agent")
     texts: dict[str, str] = {}
     take_turns(runner, "abc", 2, texts)
     before = figures(runner)
@@ -93,7 +93,7 @@ def test_agents_that_take_turns_are_expected(make_runner: Callable[..., Runner])
 
 def test_a_predicted_agent_comes_in_while_another_computes(make_runner: Callable[..., Runner]) -> None:
     """While the model is busy with one agent, the next one's pages arrive; its turn then waits for nothing."""
-    runner = room_for(make_runner, 2.2, sharing="agent")
+    runner = room_for(make_runner, 1.7, sharing="agent")
     texts: dict[str, str] = {}
     take_turns(runner, "abc", 2, texts)
     gate = Gate(runner.model)
@@ -204,7 +204,7 @@ def test_a_turn_that_was_refused_says_nothing_about_thrashing(make_runner: Calla
 
 def test_thrashing_is_noticed_told_and_everybody_is_answered(make_runner: Callable[..., Runner]) -> None:
     """Two agents with room for little more than one, nothing loaded ahead: `thrashing` until it is over."""
-    runner = room_for(make_runner, 1.1, sharing="agent", prefetch="off", max_batch=4, max_queued=64)
+    runner = room_for(make_runner, 0.9, sharing="agent", prefetch="off", max_batch=4, max_queued=64)
     names, texts = "ab", {name: text_of(LINES) for name in "ab"}
     assert not runner.engine.queue_facts["thrashing"]
     for _ in range(2 * TURNS):

@@ -26,7 +26,7 @@ from tests.scheduler.harness import World, content, ref_of
 from tests.scheduler.test_engine import Answer, Runner
 from tests.support.prose import prose
 
-TIGHT_BYTES = 260_000
+TIGHT_BYTES = 240_000
 """Room for one agent of a thousand tokens, and little beside it."""
 
 SAMPLING = SamplingParams(temperature=0.9, seed=7)

@@ -64,8 +64,9 @@ def test_sixteen_agents_hold_a_system_prompt_once(make_world: Callable[..., Worl
     figures = statistics(world.core)
     assert figures["shared_pages"] == 2 * SYSTEM_PAGES
     assert figures["tokens_shared"] == figures["tokens_reused"] == (AGENTS - 1) * SYSTEM_PAGES * PAGE_TOKENS
-    tails = AGENTS * world.set_bytes
-    assert world.core.pager.statistics().resident_bytes <= SYSTEM_PAGES * world.set_bytes + tails
+    tail_tokens = sum(world.agent(name).branch.computed - SYSTEM_PAGES * PAGE_TOKENS for name in names)
+    resident_bytes = SYSTEM_PAGES * world.set_bytes + tail_tokens * world.set_bytes // PAGE_TOKENS
+    assert figures["resident_bytes"] == resident_bytes, "pages once, open tails by their length"
     info = agent_info(world.core, world.agent(names[3]))
     assert (info["shared_pages"], info["branches"]) == (2 * SYSTEM_PAGES, 1)
 

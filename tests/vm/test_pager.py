@@ -186,7 +186,7 @@ def test_a_tail_whose_log_is_lost_is_not_dropped() -> None:
     desk.turn(A, 6)
     desk.send(ev.LogLost(A))
     desk.send(ev.EvictionWanted(A))
-    assert desk.states(A) == ["evicted", "filling"]
+    assert desk.states(A) == ["evicted", "packed"]
     desk.send(ev.TurnCommitted(A))
     assert desk.states(A) == ["evicted", "stashed"]
 

@@ -7,7 +7,7 @@ import pytest
 from kvd.ids import GroupId, PageId, PageKey
 from kvd.vm import events as ev
 from kvd.vm.errors import IllegalEvent, NoRoomForCopy, NotResident
-from tests.vm.desk import PAGE_BYTES, A, B, C, Desk, P, pages_of
+from tests.vm.desk import PAGE_BYTES, A, B, C, D, Desk, P, pages_of
 
 
 def test_cuts_that_take_no_room_work_while_the_budget_is_out_of_reach() -> None:
@@ -28,14 +28,16 @@ def test_cuts_that_take_no_room_work_while_the_budget_is_out_of_reach() -> None:
 
 
 def test_a_fork_shares_sealed_pages_and_copies_only_the_cut_one() -> None:
-    """Forking 10 of 14 tokens maps two pages and copies two tokens of the third, per group."""
+    """Forking 10 of 14 tokens maps two pages and copies two tokens of the third, per group, without a frame."""
     desk = Desk(20, groups=2)
     desk.create(A)
     desk.turn(A, 14)
     out = desk.send(ev.Forked(A, B, 10))
-    copies = [i for i in out if isinstance(i, ev.CopyTokens)]
+    copies = [i for i in out if isinstance(i, ev.CopyTail)]
     assert [(i.group, i.tokens) for i in copies] == [(0, 2), (1, 2)]
-    assert copies[0].source == desk.pager.segments(A)[0].pages[2].frame
+    assert copies[0].source == desk.pager.segments(A)[0].pages[2].ref.page_id
+    assert copies[0].frame == desk.pager.segments(A)[0].pages[2].frame
+    assert desk.pager.statistics().packed_bytes == 2 * 2 * PAGE_BYTES // P
     assert [p.ref for p in desk.pager.segments(B)[0].pages] == [p.ref for p in desk.pager.segments(A)[0].pages[:2]]
     assert desk.pager.tokens(B) == 10
     tail = desk.pager.segments(B)[0].tail
@@ -105,7 +107,7 @@ def test_a_cut_to_come_loads_only_the_page_it_goes_through() -> None:
     desk.send(ev.EvictionWanted(A))
     assert desk.states(A)[2] == "clean", "what a cut needs is kept"
     desk.send(ev.Forked(A, B, 10))
-    assert desk.states(B) == ["evicted", "evicted", "filling"]
+    assert desk.states(B) == ["evicted", "evicted", "packed"]
     assert desk.pager.faults(A) == 2
     desk.send(ev.CutWanted(A, None))
     desk.send(ev.EvictionWanted(A))
@@ -124,16 +126,16 @@ def test_a_page_kept_for_a_cut_is_no_victim() -> None:
     assert desk.pager.is_ready(B)
 
 
-def test_a_cut_inside_a_private_page_reuses_its_frame_in_the_end() -> None:
-    """The cut page is copied first and dropped afterwards, so the space ends with fewer frames than before."""
+def test_a_cut_inside_a_private_page_keeps_only_the_tokens() -> None:
+    """What is left of the cut page is copied first; then its frame goes, and nothing takes one in its stead."""
     desk = Desk(20)
     desk.create(A)
     desk.turn(A, 14)
     source = desk.pager.segments(A)[0].pages[2]
     out = desk.send(ev.RolledBack(A, 10))
-    assert [type(i) for i in out] == [ev.DropFrame, ev.CopyTokens, ev.DropFrame, ev.ForgetPage]
-    assert out[1].source == out[2].frame == source.frame  # type: ignore[union-attr]
-    assert desk.pager.statistics().resident_bytes == 3 * PAGE_BYTES
+    assert [type(i) for i in out] == [ev.DropFrame, ev.CopyTail, ev.DropFrame, ev.ForgetPage]
+    assert out[1].frame == out[2].frame == source.frame  # type: ignore[union-attr]
+    assert desk.pager.statistics().resident_bytes == 2 * PAGE_BYTES + 2 * PAGE_BYTES // P
 
 
 def test_a_cut_to_the_present_length_changes_nothing() -> None:
@@ -181,19 +183,20 @@ def test_no_room_for_a_copy_is_an_error_that_changes_nothing() -> None:
     desk.append(A, 16)
     desk.settle()
     desk.send(ev.Forked(A, B, 6))
+    desk.send(ev.Forked(A, C, 6))
     before = desk.pager.statistics()
     with pytest.raises(NoRoomForCopy) as caught:
-        desk.send(ev.Forked(A, C, 6))
+        desk.send(ev.Forked(A, D, 6))
     assert caught.value.retry_after_s is not None
-    assert caught.value.data["shortage_bytes"] == PAGE_BYTES
+    assert caught.value.data["shortage_bytes"] == 2 * PAGE_BYTES // P
     assert desk.pager.statistics() == before
     desk.send(ev.SpaceClosed(B))
-    desk.send(ev.Forked(A, C, 6))
-    assert desk.pager.tokens(C) == 6
+    desk.send(ev.Forked(A, D, 6))
+    assert desk.pager.tokens(D) == 6
 
 
 def test_the_page_that_is_cut_is_never_a_victim_of_its_own_copy() -> None:
-    """With no room left the copy's frame comes from another page, even when the cut one is next in line."""
+    """With no room left the copy's bytes come from another page, even when the cut one is next in line."""
     desk = Desk(6, writes=1)  # usable: 4 pages, then one copy
     refs = tuple(ev.PageRef(PageId(name), PageKey(name)) for name in "xy")
     desk.send(ev.SpaceRestored(C, (PAGE_BYTES,), (ev.SegmentImage(GroupId(0), refs, 0),)))
@@ -209,8 +212,8 @@ def test_the_page_that_is_cut_is_never_a_victim_of_its_own_copy() -> None:
     desk.send(ev.Forked(A, B, 6))  # uses the copy reserve, to be won back when A's dirty page is written
     assert desk.states(C) == ["clean", "clean"]
     out = desk.send(ev.RolledBack(C, 7))
-    assert [type(i) for i in out] == [ev.DropFrame, ev.CopyTokens, ev.DropFrame, ev.ForgetPage]
-    assert desk.states(C) == ["evicted", "filling"]
+    assert [type(i) for i in out] == [ev.DropFrame, ev.CopyTail, ev.DropFrame, ev.ForgetPage]
+    assert desk.states(C) == ["evicted", "packed"]
 
 
 @pytest.mark.parametrize("tokens", [4, 5, 3, 0])

@@ -290,7 +290,7 @@ def test_an_uncommitted_tail_is_never_dropped() -> None:
     desk.create(A)
     desk.turn(A, 6, commit=False)
     desk.send(ev.EvictionWanted(A))
-    assert desk.states(A) == ["evicted", "filling"]
+    assert desk.states(A) == ["evicted", "packed"]
     desk.send(ev.TurnCommitted(A))
     assert desk.states(A) == ["evicted", "stashed"]
 
