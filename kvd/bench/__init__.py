@@ -7,7 +7,7 @@ starts and kills daemons, `machine` measures what the machine can do at most, `p
 runs mlx-lm by itself, `rpc` measures what the protocol costs (`rpc_peers` are its other ends), `serve` measures several
 agents of one daemon (`serve_runs` and `serve_swap` run them, each a process of `serve_client`; `serve_figures`
 computes; `serve_reference` is mlx-lm's batched generation), `text` gives technical English, `ttft` measures time to
-first token.
+first token, `fork` branching.
 
 `soak` is the command that runs a daemon under many clients which behave at random: `soak_client` is one of them,
 `soak_transcript` what it was told, `soak_verify` holds the daemon to that, `soak_run` starts, kills and replaces

@@ -17,6 +17,7 @@ COMMANDS = {
     "attention": ("kvd.bench.attention", "attention"),
     "capacity": ("kvd.bench.capacity", "capacity"),
     "eviction": ("kvd.bench.eviction", "eviction"),
+    "fork": ("kvd.bench.fork", "fork"),
     "ppl": ("kvd.bench.ppl", "ppl"),
     "rpc": ("kvd.bench.rpc", "rpc"),
     "serve": ("kvd.bench.serve", "serve"),
@@ -43,7 +44,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup)
 def bench() -> None:
-    """Measure speed over pages (attention), perplexity (ppl), first tokens (ttft), several agents (serve), calls (rpc).
+    """Measure pages' speed (attention), perplexity (ppl), first tokens (ttft), forks (fork), agents (serve), calls (rpc).
 
     Count: bytes of an agent, and agents in a budget (capacity); what eviction policies cost (eviction).
     Prove: that nothing is lost or leaks (soak).

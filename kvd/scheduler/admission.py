@@ -6,6 +6,7 @@ May import kvd.errors, kvd.ids, kvd.vm and siblings.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import compress, islice
 from typing import TYPE_CHECKING
 
 from kvd.errors import BudgetExceeded, ContextFull
@@ -88,16 +89,18 @@ def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: i
     Raises:
         BudgetExceeded: with the figures; nothing changed.
     """
-    need, mine = 0, set[PageId]()
-    whole = -(-tokens // PAGE_TOKENS)
-    for group, page_bytes, segment in zip(
-        core.spec.groups, core.page_bytes(branch.space), core.pager.segments(branch.space), strict=True
-    ):
+    need, whole = 0, -(-tokens // PAGE_TOKENS)
+    counts_whole: list[bool] = []
+    for group, page_bytes in zip(core.spec.groups, core.page_bytes(branch.space), strict=True):
         pages = most_pages(tokens, group.layer.window, core.chunk_tokens, PAGE_TOKENS)
         need += pages * page_bytes
-        if pages == whole:
-            mine.update(page for number, page in enumerate(_page_ids(segment)) if number < whole)
-    pinned = sum(page_bytes for page, page_bytes in _pinned_pages(core, agent).items() if page not in mine)
+        counts_whole.append(pages == whole)
+    pinned_pages = _pinned_pages(core, agent)
+    if pinned_pages:  # else nobody need look at each page of the branch
+        for segment in compress(core.pager.segments(branch.space), counts_whole):
+            for page in islice(_page_ids(segment), whole):
+                pinned_pages.pop(page, None)
+    pinned = sum(pinned_pages.values())
     usable = core.pager.usable_bytes
     if need + pinned > usable:
         beside = f" beside {pinned} bytes that other agents have pinned" if pinned else ""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from kvd.errors import KvdError
 from kvd.ids import PageId
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.admission import refuse_over_budget, reserve
 from kvd.scheduler.agents import (
     NOT_WRITTEN,
@@ -273,11 +274,12 @@ def _extract(core: EngineCore, segment: SegmentView, start: int, end: int) -> by
 def _tails_at_hand(core: EngineCore, branch: Branch) -> bool:
     """Whether what the next record must hold of the open pages is in RAM."""
     base = branch.baseline
-    for segment in core.pager.segments(branch.space):
-        if segment.tail is None or segment.tail.state in OPEN:
+    pages = core.pager.tokens(branch.space) // PAGE_TOKENS
+    for tail in core.pager.tails(branch.space):
+        if tail is None or tail.state in OPEN:
             continue
-        logged = base.tail if base.pages == base.logged_pages == len(segment.pages) else 0
-        if logged < segment.tail_tokens:
+        logged = base.tail if base.pages == base.logged_pages == pages else 0
+        if logged < tail.tokens:
             return False
     return True
 

@@ -38,7 +38,6 @@ from kvd.vm.events import (
     Unpinned,
 )
 from kvd.vm.keys import KeyChain
-from kvd.vm.page import PageState
 from kvd.vm.pager import Pager
 from kvd.vm.text import TypedText, cut_spans
 
@@ -441,12 +440,11 @@ class EngineCore:
 
     def pages_durable(self, space: SpaceId) -> bool:
         """Whether every sealed page of the space is in swap."""
-        return self.pager.residency(space).dirty_pages == 0
+        return not self.pager.dirty_pages(space)
 
     def dirty_pages(self, space: SpaceId) -> list[PageId]:
         """Sealed pages of the space that are not in swap yet."""
-        pages = [page for segment in self.pager.segments(space) for page in segment.pages]
-        return [page.ref.page_id for page in pages if page.state in (PageState.SEALED_DIRTY, PageState.WRITING)]
+        return self.pager.dirty_pages(space)
 
     # ---- the end of things ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ the others from swap; nothing is computed and no page is loaded, so an export ne
 page's copy. A page that turns out to be lost ends the KV where the next step would see it, and the file is begun anew:
 its header says how much it holds. The ids beyond travel without KV, as the agent itself has them.
 
-Owner: the engine thread. May import kvd.errors, kvd.quant, kvd.store, kvd.vm and siblings.
+Owner: the engine thread. May import kvd.errors, kvd.ids, kvd.quant, kvd.store, kvd.vm and siblings.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.errors import Draining
+from kvd.ids import GroupId
 from kvd.quant.conditioning import Conditioning
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import Branch, page_runs
@@ -102,8 +103,8 @@ def _tails(
 ) -> Generator[Wait, None, list[tuple[int, bytes]] | None]:
     """Tokens and KV of each group's open page; None when one of them is lost."""
     tails: list[tuple[int, bytes]] = []
-    for group, segment in enumerate(core.pager.segments(branch.space)):
-        tail, data = segment.tail, b""
+    for group, tail in enumerate(core.pager.tails(branch.space)):
+        data = b""
         if tail is not None and tail.state in OPEN:
             data = core.memory.tail_bytes(tail, 0, tail.tokens)
         elif tail is not None:
@@ -111,7 +112,7 @@ def _tails(
             data = (yield from file_step(core, path, read)) or b""
             if len(data) != tail.tokens * core.memory.layouts(branch.space)[group].token_bytes:
                 return None
-        tails.append((segment.tail_tokens, data))
+        tails.append((0 if tail is None else tail.tokens, data))
     return tails
 
 
@@ -221,7 +222,7 @@ def _write_pages(
     for group in range(len(header.format_ids)):
         for number in header.pages(group):
             raise_if_stopped(stop)
-            page = core.pager.segments(branch.space)[group].pages[number]
+            page = core.pager.page(branch.space, GroupId(group), number)
             data = None
             if page.frame is not None and page.state in READABLE:
                 data = core.memory.pool.export(page.frame)

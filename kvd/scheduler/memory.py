@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvd.errors import AgentNotFound, KvdError
 from kvd.ids import Fingerprint, FrameId, GroupId, PageId, PageKey, SpaceId
-from kvd.quant.spec import PageLayout
+from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import page_runs
 from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.tracing import TraceWriter
@@ -236,7 +236,7 @@ class Memory:
             if self.trace is not None:
                 self.trace.observe(event)
             if isinstance(event, TokensAppended) and any(event.keys):
-                self._learn_sealed(event.space)
+                self._learn_sealed(event)
             for instruction in instructions:
                 self._carry_out(instruction)
         except (IllegalEvent, NotResident, NoRoomForCopy, SpaceInUse):
@@ -249,10 +249,12 @@ class Memory:
         """A step wrote `tokens` tokens; `keys[g]` are the keys of pages that became full."""
         self.apply(TokensAppended(space, tokens, tuple(tuple(group) for group in keys)))
 
-    def _learn_sealed(self, space: SpaceId) -> None:
-        for group, segment in enumerate(self.pager.segments(space)):
-            for number, page in enumerate(segment.refs):
-                self.know_page(space, group, number, page.page_id, page.key)
+    def _learn_sealed(self, event: TokensAppended) -> None:
+        pages = self.pager.tokens(event.space) // PAGE_TOKENS
+        for group, keys in enumerate(event.keys):
+            for number in range(pages - len(keys), pages):
+                ref = self.pager.page(event.space, GroupId(group), number).ref
+                self.know_page(event.space, group, number, ref.page_id, ref.key)
 
     def _carry_out(self, instruction: object) -> None:
         match instruction:

@@ -168,6 +168,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "bytes_written": store.bytes_written,
         "bytes_read": store.bytes_read,
         "fsyncs": store.fsyncs,
+        "fsync_s": round(store.fsync_s, 6),
         "written_bytes_per_token": round(store.bytes_written / max(1, core.stats.tokens_computed), 1),
         "tokens_computed": core.stats.tokens_computed,
         "tokens_reused": core.stats.tokens_reused,

@@ -5,6 +5,7 @@ May import kvd.store.fs only.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from kvd.store.fs import FileHandle, FileStat, FileSystem
@@ -17,6 +18,7 @@ class MeteredFileSystem:
         bytes_written: bytes handed to `write` with success, since construction.
         bytes_read: bytes that `read` returned.
         fsyncs: calls of `fsync` and `fsync_dir`.
+        fsync_s: seconds they took.
     """
 
     def __init__(self, inner: FileSystem) -> None:
@@ -24,6 +26,7 @@ class MeteredFileSystem:
         self.bytes_written = 0
         self.bytes_read = 0
         self.fsyncs = 0
+        self.fsync_s = 0.0
 
     def create(self, path: Path) -> FileHandle:
         """See `FileSystem.create`."""
@@ -44,8 +47,11 @@ class MeteredFileSystem:
 
     def fsync(self, handle: FileHandle) -> None:
         """See `FileSystem.fsync`."""
-        self.fsyncs += 1
-        self._inner.fsync(handle)
+        began_s = time.perf_counter()
+        try:
+            self._inner.fsync(handle)
+        finally:
+            self._count_fsync(began_s)
 
     def close(self, handle: FileHandle) -> None:
         """See `FileSystem.close`."""
@@ -65,8 +71,15 @@ class MeteredFileSystem:
 
     def fsync_dir(self, path: Path) -> None:
         """See `FileSystem.fsync_dir`."""
+        began_s = time.perf_counter()
+        try:
+            self._inner.fsync_dir(path)
+        finally:
+            self._count_fsync(began_s)
+
+    def _count_fsync(self, began_s: float) -> None:
         self.fsyncs += 1
-        self._inner.fsync_dir(path)
+        self.fsync_s += time.perf_counter() - began_s
 
     def chmod(self, path: Path, mode: int) -> None:
         """See `FileSystem.chmod`."""

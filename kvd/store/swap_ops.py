@@ -198,7 +198,7 @@ class SwapStatistics:
         bytes_written: all bytes written (pages, logs, moves to quarantine), without SQLite's.
         bytes_written_lifetime: likewise, since the data folder was made (as of the last commit before a crash).
         bytes_read: all bytes read.
-        fsyncs: flushes of files and folders.
+        fsyncs, fsync_s: flushes of files and folders, and seconds they took, without SQLite's.
         pages_written, pages_read, records_appended, logs_compacted, pages_deleted: operations that succeeded.
         pages_corrupt, pages_missing: loads that failed so.
         write_errors: writes, records and compactions that failed.
@@ -215,6 +215,7 @@ class SwapStatistics:
     bytes_written_lifetime: int
     bytes_read: int
     fsyncs: int
+    fsync_s: float
     pages_written: int
     pages_read: int
     records_appended: int

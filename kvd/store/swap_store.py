@@ -153,6 +153,7 @@ class SwapStore:
             bytes_written_lifetime=self._written_before + self._fs.bytes_written,
             bytes_read=self._fs.bytes_read,
             fsyncs=self._fs.fsyncs,
+            fsync_s=self._fs.fsync_s,
             pages_written=self._counts["pages_written"],
             pages_read=self._counts["pages_read"],
             records_appended=self._counts["records"],

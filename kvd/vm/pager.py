@@ -27,13 +27,17 @@ from kvd.vm.page_table import PageTable
 from kvd.vm.prefetch import Expectations
 from kvd.vm.transfers import Transfers
 from kvd.vm.views import (
+    PageView,
     Paging,
     Residency,
     SegmentView,
     Statistics,
+    TailView,
+    view_page,
     view_residency,
     view_segments,
     view_statistics,
+    view_tail,
 )
 
 
@@ -177,6 +181,28 @@ class Pager:
     def segments(self, space: SpaceId) -> tuple[SegmentView, ...]:
         """Page ids, keys, states and tails, in order of group."""
         return view_segments(self._space(space))
+
+    def page(self, space: SpaceId, group: GroupId, number: int) -> PageView:
+        """One sealed page, for whoever goes from page to page: `segments` makes pictures of all.
+
+        Raises:
+            IllegalEvent: the space has no such page.
+        """
+        segment = self._space(space).segments[group]
+        if not 0 <= number < len(segment.sealed):
+            raise IllegalEvent(f"space {space} has no sealed page {number}", space=int(space))
+        return view_page(segment, number)
+
+    def tails(self, space: SpaceId) -> tuple[TailView | None, ...]:
+        """The tail of each group, in order of group; None at a page border."""
+        return tuple(view_tail(segment) for segment in self._space(space).segments)
+
+    def dirty_pages(self, space: SpaceId) -> list[PageId]:
+        """Sealed pages of the space that are not in swap yet."""
+        dirty = (PageState.SEALED_DIRTY, PageState.WRITING)
+        return [
+            page.page_id for segment in self._space(space).segments for page in segment.sealed if page.state in dirty
+        ]
 
     def residency(self, space: SpaceId) -> Residency:
         """How much of the space is where."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvd.ids import FrameId, GroupId, PageId, SpaceId
-from kvd.vm.address_space import AddressSpace
+from kvd.vm.address_space import AddressSpace, Segment
 from kvd.vm.events import PageRef
 from kvd.vm.page import OPEN, STORED, Page, PageState, PrefetchReason
 from kvd.vm.page_table import PageTable
@@ -220,20 +220,26 @@ def view_segments(space: AddressSpace) -> tuple[SegmentView, ...]:
     """Picture of a space's segments, in order of group."""
     views = []
     for segment in space.segments:
-        pages = tuple(
-            PageView(
-                PageRef(page.page_id, page.key), page.state, page.frame, len(page.users), number < segment.first_page
-            )
-            for number, page in enumerate(segment.sealed)
-            if page.key is not None
-        )
-        tail = segment.tail
-        tail_view = None
-        if tail is not None:
-            tail_view = TailView(tail.page_id, tail.state, tail.frame, tail.tokens, tail.durable_tokens, tail.ram_bytes)
+        pages = tuple(view_page(segment, number) for number in range(len(segment.sealed)))
         growth = tuple(page.frame for page in segment.growth if page.frame is not None)
-        views.append(SegmentView(segment.group, pages, tail_view, growth))
+        views.append(SegmentView(segment.group, pages, view_tail(segment), growth))
     return tuple(views)
+
+
+def view_page(segment: Segment, number: int) -> PageView:
+    """Picture of one sealed page."""
+    page = segment.sealed[number]
+    assert page.key is not None
+    ref = PageRef(page.page_id, page.key)
+    return PageView(ref, page.state, page.frame, len(page.users), number < segment.first_page)
+
+
+def view_tail(segment: Segment) -> TailView | None:
+    """Picture of a segment's tail; None at a page border."""
+    tail = segment.tail
+    if tail is None:
+        return None
+    return TailView(tail.page_id, tail.state, tail.frame, tail.tokens, tail.durable_tokens, tail.ram_bytes)
 
 
 def view_residency(space: AddressSpace) -> Residency:
