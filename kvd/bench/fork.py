@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -58,7 +59,8 @@ class ForkRow:
         fork_ms, fork_own_ms: a fork of an agent that has just run; without the flushes.
         packed_fork_ms, packed_fork_own_ms: of one that has been idle, whose open page is packed.
         rollback_ms, rollback_own_ms: a child cut back by `CUT_TOKENS`.
-        fork_ram_bytes: the most that a fork added to what is resident: of the open page the tokens, of others nothing.
+        copied_pages: sealed pages that a child did not share with its parent.
+        child_bytes: what a child took in RAM beside shared pages: the tokens of its open page.
         away_ms: first token of a turn that diverges `CUT_TOKENS` before the end.
         back_ms: first token of the turn that goes back to the branch that was left.
         back_cached_tokens, back_prompt_tokens: the least that such a turn reused, and what it had to know.
@@ -71,7 +73,8 @@ class ForkRow:
     packed_fork_own_ms: float
     rollback_ms: float
     rollback_own_ms: float
-    fork_ram_bytes: int
+    copied_pages: int
+    child_bytes: int
     away_ms: float
     back_ms: float
     back_cached_tokens: int
@@ -84,6 +87,7 @@ class ForkReport:
 
     model: str
     kv_format: str
+    token_bytes: int
     repeats: int
     rows: tuple[ForkRow, ...]
 
@@ -114,7 +118,10 @@ def run_fork(
             for tokens in lengths:
                 tell(f"{tokens}: compute")
                 rows.append(_measure(client, make_prompt(codec, tokens), repeats, tell))
-    return ForkReport(model=model, kv_format=str(facts.get("kv_format")), repeats=repeats, rows=tuple(rows))
+            token_bytes = int(client.statistics().server["token_bytes"])
+    return ForkReport(
+        model=model, kv_format=str(facts.get("kv_format")), token_bytes=token_bytes, repeats=repeats, rows=tuple(rows)
+    )
 
 
 def _measure(client: Client, prompt: Prompt, repeats: int, tell: Callable[[str], None]) -> ForkRow:
@@ -122,11 +129,10 @@ def _measure(client: Client, prompt: Prompt, repeats: int, tell: Callable[[str],
     client.inject(name, prompt.context)
     tell(f"{prompt.tokens}: fork, roll back")
     _fork(client, name)  # what is loaded at first use is loaded now
-    hot, cuts, added_bytes = [], [], []
+    hot, cuts, children = [], [], []
     for _ in range(repeats):
-        before_bytes = _resident_bytes(client)
         hot.append(_took(client, lambda: client.fork(name, f"{name}-child")))
-        added_bytes.append(_resident_bytes(client) - before_bytes)
+        children.append(_own(client, f"{name}-child"))
         cuts.append(_took(client, lambda: client.rollback(f"{name}-child", prompt.tokens - CUT_TOKENS)))
         client.delete(f"{name}-child")
     _wait_until_packed(client, name)
@@ -146,7 +152,8 @@ def _measure(client: Client, prompt: Prompt, repeats: int, tell: Callable[[str],
         packed_fork_own_ms=_median(took.own_ms for took in packed),
         rollback_ms=_median(took.ms for took in cuts),
         rollback_own_ms=_median(took.own_ms for took in cuts),
-        fork_ram_bytes=max(added_bytes),
+        copied_pages=max(pages for pages, _ in children),
+        child_bytes=max(tail_bytes for _, tail_bytes in children),
         away_ms=_median((turn.ttft_s or 0.0) * 1000 for turn in away),
         back_ms=_median((turn.ttft_s or 0.0) * 1000 for turn in back),
         back_cached_tokens=min(turn.cached_tokens for turn in back),
@@ -170,8 +177,15 @@ def _took(client: Client, operation: Callable[[], object]) -> Took:
     return Took(ms, (float(client.statistics().server["fsync_s"]) - before_s) * 1000)
 
 
-def _resident_bytes(client: Client) -> int:
-    return client.statistics().resident_bytes
+def _segments(client: Client, name: str) -> list[dict[str, Any]]:
+    return [segment for branch in client.residency(name)["agents"][0]["branches"] for segment in branch["segments"]]
+
+
+def _own(client: Client, name: str) -> tuple[int, int]:
+    """Sealed pages that an agent maps alone, and bytes of its open ones in RAM."""
+    segments = _segments(client, name)
+    alone = sum(page["shared_by"] == 1 for segment in segments for page in segment["pages"])
+    return alone, sum(segment["tail"]["ram_bytes"] for segment in segments if segment["tail"] is not None)
 
 
 def _wait_until_packed(client: Client, name: str) -> None:
@@ -181,11 +195,7 @@ def _wait_until_packed(client: Client, name: str) -> None:
         EnvironmentFault: it kept one for `PACK_TIMEOUT_S`.
     """
     deadline_s = time.monotonic() + PACK_TIMEOUT_S
-    while any(
-        segment["tail"] is not None and segment["tail"]["state"] == "filling"
-        for branch in client.residency(name)["agents"][0]["branches"]
-        for segment in branch["segments"]
-    ):
+    while any(segment["tail"] and segment["tail"]["state"] == "filling" for segment in _segments(client, name)):
         if time.monotonic() > deadline_s:
             raise EnvironmentFault(f"{name} was not packed within {PACK_TIMEOUT_S:g} s")
         time.sleep(0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,3 +156,41 @@ def test_prefetch_never_takes_more_than_there_is(small: Daemon) -> None:
         results = [small.client.generate(f"hint-{i}", prose(800, f"hint-{i}"), max_tokens=2) for i in range(6)]
     assert [result.cached_tokens for result in results] == [799] * 6
     assert max(resident + in_flight for resident, in_flight in watcher.samples) <= BUDGET_BYTES
+
+
+def test_a_branch_that_was_left_makes_room_and_flipping_back_to_it_is_a_hit(small: Daemon) -> None:
+    """P12, P16: a divergence holds nothing of the other branch in RAM; going back reads its pages and computes none.
+
+    Back and forth, to the token.
+    """
+    client = small.client
+    common = prose(520, "common")
+    left, right = common + prose(330, "left"), common + prose(40, "right")
+
+    def branches() -> list[dict[str, Any]]:
+        return list(client.residency("flips")["agents"][0]["branches"])
+
+    def resident(branch: dict[str, Any]) -> list[bool]:
+        (segment,) = branch["segments"]
+        return [page["resident"] for page in segment["pages"]]
+
+    first = client.generate("flips", left, max_tokens=2)
+    away = client.generate("flips", right, max_tokens=2)
+    assert away.match == "diverge"
+    assert 510 <= away.cached_tokens <= 521, "the common part, to the token where it ends"
+    for i in range(3):
+        client.inject(f"squeeze-{i}", prose(1700, f"squeeze-{i}"))
+    old = next(branch for branch in branches() if not branch["current"])
+    assert not any(resident(old)), "nothing holds a branch that was left"
+    before = small.statistics()
+    back = client.generate("flips", left + first.text + prose(6, "on"), max_tokens=2)
+    after = small.statistics()
+    assert (back.match, back.cached_tokens) == ("extend", first.prompt_tokens + 1), "all but the pending token"
+    assert after["tokens_computed"] - before["tokens_computed"] == back.prompt_tokens - back.cached_tokens + 1
+    assert after["faults"] > before["faults"]
+    again = client.generate("flips", right + away.text, max_tokens=1)
+    assert (again.match, again.cached_tokens) == ("exact", again.prompt_tokens - 1)
+    there = client.generate("flips", left + first.text + prose(6, "on") + back.text, max_tokens=1)
+    assert (there.match, there.cached_tokens) == ("exact", there.prompt_tokens - 1)
+    for name in ("flips", *(f"squeeze-{i}" for i in range(3))):
+        client.delete(name)
