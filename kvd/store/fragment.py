@@ -116,10 +116,11 @@ class Fragment:
     Args:
         layout: of the page.
         tokens: how many there are, at least one.
-        source: bytes of the tokens, `tokens * layout.token_bytes`; or a frame's memory, whose first tokens they are.
+        source: what they are copied from: a frame or fragment whose first tokens they are.
+        capacity_tokens: tokens that `source` has room for; None: just these.
 
     Raises:
-        InvalidParams: `source` has another length.
+        InvalidParams: `source` has another length, or not so many tokens.
 
     Attributes:
         layout, tokens: as given.
@@ -128,16 +129,18 @@ class Fragment:
 
     __slots__ = ("layout", "octets", "tokens")
 
-    def __init__(self, layout: PageLayout, tokens: int, source: bytes | Octets) -> None:
+    def __init__(
+        self, layout: PageLayout, tokens: int, source: bytes | Octets, *, capacity_tokens: int | None = None
+    ) -> None:
         n_bytes = tokens * layout.token_bytes
+        capacity = tokens if capacity_tokens is None else capacity_tokens
         whole = np.frombuffer(source, np.uint8)
-        if tokens < 1 or whole.size not in (n_bytes, layout.payload_bytes):
-            raise InvalidParams(f"a fragment of {tokens} tokens has {n_bytes} bytes, not {whole.size}")
+        if not 1 <= tokens <= capacity or whole.size != capacity * layout.token_bytes:
+            raise InvalidParams(f"{tokens} of {capacity} tokens, not less than one, are not in {whole.size} bytes")
         self.layout = layout
         self.tokens = tokens
         # the array keeps the mapping alive
         self.octets: Octets = np.frombuffer(anonymous_memory(n_bytes, is_filled=True), np.uint8)
-        capacity = whole.size // layout.token_bytes
         move_tokens(layout, whole, (capacity, 0), self.octets, (tokens, 0), tokens)
 
     @property
@@ -156,12 +159,18 @@ class Fragment:
         return extract(self.layout, self.octets, self.tokens, start, end)
 
     def head(self, tokens: int) -> Fragment:
-        """The first `tokens` of them, at least one; errors as `part`."""
-        return Fragment(self.layout, tokens, self.part(0, tokens))
+        """The first `tokens` of them, at least one; errors as `part`. All of them are this fragment itself."""
+        if tokens == self.tokens:
+            return self
+        if not 1 <= tokens < self.tokens:
+            raise InvalidParams(f"the first tokens of a fragment are 1 to {self.tokens}, not {tokens}")
+        return Fragment(self.layout, tokens, self.octets, capacity_tokens=self.tokens)
 
 
 def extract(layout: PageLayout, octets: Octets, capacity_tokens: int, start: int, end: int) -> bytes:
     """Tokens [start, end) of a frame or fragment with room for `capacity_tokens`, as bytes of their own."""
+    if (start, end) == (0, capacity_tokens):
+        return octets.tobytes()
     found = np.empty((end - start) * layout.token_bytes, np.uint8)
     move_tokens(layout, octets, (capacity_tokens, start), found, (end - start, 0), end - start)
     return found.tobytes()

@@ -315,7 +315,7 @@ class FramePool:
         """
         _check_range(1, tokens)
         held = self._frame(frame)
-        return Fragment(held.layout, tokens, held.octets)
+        return Fragment(held.layout, tokens, held.octets, capacity_tokens=PAGE_TOKENS)
 
     def insert(self, frame: FrameId, start: int, end: int, data: bytes | memoryview, upto: int | None = None) -> None:
         """Write a fragment back.

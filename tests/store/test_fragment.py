@@ -69,12 +69,17 @@ def test_bad_fragments_are_refused() -> None:
     """Bytes that are not the tokens', no tokens, and parts that are not there."""
     page = layout()
     for tokens, n_bytes in ((3, 3 * page.token_bytes - 1), (0, 0), (3, 4 * page.token_bytes)):
-        with pytest.raises(InvalidParams, match="bytes, not"):
+        with pytest.raises(InvalidParams, match="are not in"):
             Fragment(page, tokens, noise(n_bytes))
+    with pytest.raises(InvalidParams, match="4 of 3 tokens"):
+        Fragment(page, 4, noise(3 * page.token_bytes), capacity_tokens=3)
     fragment = Fragment(page, 3, noise(3 * page.token_bytes))
     for start, end in ((0, 4), (-1, 2), (2, 1)):
         with pytest.raises(InvalidParams, match="must lie in"):
             fragment.part(start, end)
+    for tokens in (0, 4):
+        with pytest.raises(InvalidParams, match="1 to 3"):
+            fragment.head(tokens)
     pool = FramePool(1 << 30)
     pool.create(ONE, page)
     for tokens in (0, 257):
