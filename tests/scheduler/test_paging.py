@@ -105,7 +105,7 @@ def test_a_predicted_agent_comes_in_while_another_computes(make_runner: Callable
     assert runner.turn("b", texts["b"]).result["swapped_in_pages"] == 0
 
 
-@pytest.mark.parametrize("agents", [2.0, 2.2, 2.3])
+@pytest.mark.parametrize("agents", [1.4, 1.55, 1.7])
 def test_a_turn_that_starts_is_not_robbed_for_its_successor(make_runner: Callable[..., Runner], agents: float) -> None:
     """A round of three with room for fewer: once the round is known, each turn finds all of its pages, none in vain.
 
