@@ -44,7 +44,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup)
 def bench() -> None:
-    """Measure pages' speed (attention), perplexity (ppl), first tokens (ttft), forks (fork), agents (serve), calls (rpc).
+    """Measure speed (attention), perplexity (ppl), first tokens (ttft), forks (fork), agents (serve), calls (rpc).
 
     Count: bytes of an agent, and agents in a budget (capacity); what eviction policies cost (eviction).
     Prove: that nothing is lost or leaks (soak).
