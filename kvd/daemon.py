@@ -155,7 +155,7 @@ class Daemon:
         loaded = self._assembly.loaded
         assert loaded is not None
         self._is_ready = True
-        self._service.set_ready(loaded.codec, loaded.template)
+        self._service.set_ready(loaded.codec, loaded.template, vocab_tokens=loaded.spec.vocab_tokens)
         self._notifier.ready(f"serving {loaded.spec.model_name}")
         shown = ("model", "kv_format", "attention", "threads", "budget_bytes", "max_batch")
         self._log.info(

@@ -83,7 +83,7 @@ LAYERS = {
     # The only door to mlx_lm.
     "kvd.model": Row(
         "kvd.ids kvd.errors kvd.native kvd.quant kvd.vm.text kvd.attention kvd.store.frame_pool",
-        "gguf huggingface_hub jinja2 mlx mlx_lm numpy platformdirs rich safetensors tokenizers transformers",
+        "gguf huggingface_hub jinja2 llguidance mlx mlx_lm numpy platformdirs rich safetensors tokenizers transformers",
     ),
     "kvd.model.spec": Row("kvd.ids kvd.errors kvd.quant.spec", pure=True),
     # Drives policy and mechanism; asks the model for everything that needs mlx.

@@ -16,6 +16,10 @@ System messages in mid-conversation stay where they are. A template that refuses
 the front, where a new one would change everything behind it, gets them as user messages: their texts are joined with
 those of the user messages beside them, so that roles still take turns. Which kind a template is, is found by trying.
 
+A template that knows nothing of tools gets them as text (`plain_tools`). Answers that the agent holds stand in the
+conversation as the model wrote them (`recall`): the template gets them as plain contents, without calls and reasoning,
+and where their markup opens reasoning, or leaves it out, it is made what it was when they were written.
+
 Templates run in `template_sandbox`, which bounds their work. Rendering is for a worker thread: it may take seconds.
 May import kvd.vm.text and this package.
 """
@@ -26,6 +30,7 @@ import datetime
 import functools
 import json
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -36,15 +41,21 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
-from kvd.errors import InvalidParams
-from kvd.model.errors import ModelCorrupt, TemplateRefused, UnsupportedFeature
+from kvd.model.answers import AnswerFormat, find_reasoning
+from kvd.model.errors import ModelCorrupt, TemplateRefused
 from kvd.model.folder import read_object
+from kvd.model.messages import Message, folded, name_results, normalise
+from kvd.model.plain_tools import with_plain_tools
+from kvd.model.recall import Generated
 from kvd.model.template_sandbox import BoundedEnvironment, check_size
 from kvd.model.tokenizer import TextCodec, token_text, utf8
+from kvd.model.tool_calls import find_dialect, plain_dialect
 from kvd.vm.text import Span, SpanKind, TypedText
 
-Message = Mapping[str, Any]
 Piece = tuple[SpanKind, str]
+
+_OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt", "documents", "_kvd_sentinels"})
+"""What a template finds beside the switches that a client may set."""
 
 _TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -112,13 +123,24 @@ class ChatTemplate:
         codec: says which strings could spell control tokens.
         tokens: values of `bos_token`, `eos_token` and their like for the template.
         tool_source: another template to use when tools are given.
+        tool_parser: the parser of tool calls that the model's folder names; None to go by the template.
+
+    Attributes:
+        supports_tools: the template shows tools itself.
+        variables: switches it knows, such as `enable_thinking`.
 
     Raises:
         ModelCorrupt: the template is no valid Jinja.
     """
 
     def __init__(
-        self, source: str, codec: TextCodec, *, tokens: Mapping[str, str] | None = None, tool_source: str | None = None
+        self,
+        source: str,
+        codec: TextCodec,
+        *,
+        tokens: Mapping[str, str] | None = None,
+        tool_source: str | None = None,
+        tool_parser: str | None = None,
     ) -> None:
         self.source = source
         self._codec = codec
@@ -127,8 +149,10 @@ class ChatTemplate:
         self._tool_source = source if tool_source is None else tool_source
         self._plain = self._environment.template(source)
         self._with_tools = self._environment.template(self._tool_source)
-        parsed = self._environment.parse(self._tool_source)
-        self.supports_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
+        self._tool_parser = tool_parser
+        asked = jinja2.meta.find_undeclared_variables(self._environment.parse(self._tool_source))
+        self.supports_tools = "tools" in asked
+        self.variables = tuple(sorted(asked - _OWN_VARIABLES - self._environment.globals.keys() - set(_TOKEN_NAMES)))
 
     @classmethod
     def from_folder(cls, folder: Path, codec: TextCodec) -> ChatTemplate | None:
@@ -149,7 +173,17 @@ class ChatTemplate:
         if not isinstance(template, str) or not template.strip():
             return None
         tokens = {name: value for name in _TOKEN_NAMES if (value := token_text(settings.get(name))) is not None}
-        return cls(template, codec, tokens=tokens, tool_source=tool_source)
+        parser = settings.get("tool_parser_type")
+        named = parser if isinstance(parser, str) else None
+        return cls(template, codec, tokens=tokens, tool_source=tool_source, tool_parser=named)
+
+    @functools.cached_property
+    def answers(self) -> AnswerFormat:
+        """How the model marks the parts of an answer. The first use imports mlx_lm: not for the event loop."""
+        dialect = find_dialect(self._tool_source, self._codec.vocabulary, self._tool_parser)
+        if dialect is None or not self.supports_tools:
+            dialect = plain_dialect()
+        return AnswerFormat(find_reasoning(self._tool_source, self._codec), dialect)
 
     def render(
         self,
@@ -158,6 +192,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        recalled: Mapping[int, Generated] | None = None,
     ) -> TypedText:
         """Typed text of a conversation.
 
@@ -167,6 +202,7 @@ class ChatTemplate:
             tools: tool definitions in the OpenAI form.
             add_generation_prompt: end with the markup that opens the assistant's answer.
             variables: further switches the template knows, such as `enable_thinking`.
+            recalled: by index, assistant messages that the agent holds as the model wrote them.
 
         Returns:
             Text whose adjacent spans differ in kind.
@@ -174,29 +210,46 @@ class ChatTemplate:
         Raises:
             InvalidParams: a message is no message.
             InvalidText: lone surrogates.
-            UnsupportedFeature: tools without a template that shows them, or parts that are not text.
+            UnsupportedFeature: parts that are not text.
             TemplateRefused: the template raised, does too much, or loses what it is given.
         """
+        context = {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
+        context |= dict(variables or {})
         try:
-            return self._render(messages, tools, add_generation_prompt, variables)
+            if recalled:
+                try:
+                    return self._render(messages, context, recalled)
+                except TemplateRefused:  # it wants to see calls: let it write them
+                    return self._render(messages, context, {})
+            return self._render(messages, context, {})
         except RecursionError:
             raise TemplateRefused("the messages, or the chat template's calls, are nested too deep") from None
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None,
+        self, messages: Sequence[Message], context: Mapping[str, Any], recalled: Mapping[int, Generated]
     ) -> TypedText:
-        if tools and not self.supports_tools:
-            raise UnsupportedFeature("the model's chat template does not show tools", feature="tools")
-        plain = [_normalise(message, index) for index, message in enumerate(messages)]
-        context = {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
-        context |= dict(variables or {})
+        plain = [normalise(message, index) for index, message in enumerate(messages)]
+        name_results(plain)
+        if "developer" not in self._tool_source:
+            plain = [{**each, "role": "system"} if each["role"] == "developer" else each for each in plain]
+        for index, answer in recalled.items():
+            plain[index] = {"role": "assistant", "content": answer.text}
+        if not self.supports_tools:
+            plain, context = with_plain_tools(plain, context["tools"]), {**context, "tools": None}
         if any(message["role"] == "system" for message in plain[1:]) and not self._takes_nudges:
-            plain = _folded(plain)
-        return _typed(self._pieces(plain, context))
+            plain = folded(plain)
+        return _typed(self._with_openings(self._pieces(plain, context), list(recalled.values())))
+
+    def _with_openings(self, pieces: list[Piece], recalled: list[Generated]) -> list[Piece]:
+        """The pieces with recalled answers behind the markup that they were written behind."""
+        waiting = deque(recalled)
+        for number, (kind, text) in enumerate(pieces[1:], 1):
+            if kind == "generated" and waiting and text == waiting[0].text:
+                opening = waiting.popleft().opening
+                before, written = pieces[number - 1]
+                if before == "control" and self.answers.differ_in_reasoning_only(written, opening):
+                    pieces[number - 1] = ("control", opening)
+        return pieces
 
     @functools.cached_property
     def _takes_nudges(self) -> bool:
@@ -297,65 +350,12 @@ def _environment() -> BoundedEnvironment:
     return environment
 
 
-def _normalise(message: Message, index: int) -> dict[str, Any]:
-    """A message with its content as one string (or None) and tool-call arguments as objects."""
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidParams(f"message {index} needs a role", index=index)
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        texts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
-        if len(texts) != len(content):
-            raise UnsupportedFeature(f"message {index} has parts that are not text", feature="content parts")
-        content = "".join(texts)
-    if content is not None and not isinstance(content, str):
-        raise InvalidParams(f"content of message {index} must be text, a list of text parts or null", index=index)
-    if content:
-        utf8(content)
-    result = {**message, "content": content}
-    if isinstance(message.get("tool_calls"), list | tuple):
-        result["tool_calls"] = [_with_object_arguments(call) for call in message["tool_calls"]]
-    return result
-
-
 def _in_order(messages: Sequence[dict[str, Any]], pieces: Sequence[Piece]) -> bool:
     """Whether the contents of messages come in the order of the messages."""
     printed = iter(text.strip() for kind, text in pieces if kind != "control")
     return all(
         message["content"].strip() in printed for message in messages if message["content"]
     )  # each search goes on
-
-
-def _folded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """System messages behind the first message as user messages, joined with the user messages beside them.
-
-    What messages are joined to depends on those next to them alone, so a conversation that goes on keeps its text.
-    """
-    folded: list[dict[str, Any]] = []
-    joins = False
-    for index, message in enumerate(messages):
-        was_system = index > 0 and message["role"] == "system"
-        as_user = {"role": "user", "content": message["content"]} if was_system else message
-        if folded and as_user["role"] == folded[-1]["role"] == "user" and (joins or was_system):
-            parts = [part for part in (folded[-1]["content"], as_user["content"]) if part]
-            folded[-1] = {**folded[-1], "content": "\n\n".join(parts)}
-        else:
-            folded.append(as_user)
-        joins = was_system
-    return folded
-
-
-def _with_object_arguments(call: object) -> object:
-    """A tool call whose JSON arguments are parsed: templates print objects, the OpenAI form sends a string."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        return call
-    arguments = function.get("arguments")
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = arguments
-    return {**call, "function": {**function, "arguments": parsed}}
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -111,6 +111,11 @@ class TextCodec:
         """Ids that content never yields."""
         return self._vocabulary.reserved
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Token strings to ids, added tokens included."""
+        return self._vocabulary.ids
+
     def is_control(self, token_id: int) -> bool:
         """Whether the id is a special token (or names none): it surfaces as nothing."""
         return token_id in self._vocabulary.control or not 0 <= token_id < self.token_count

@@ -166,6 +166,8 @@ class Generation:
         self.logprobs: list[dict[str, object]] | None = None if state.request.logprobs is None else []
         # of sampled tokens whose text is not all given out yet: a few, or as many as a stop string has characters
         self._noted: deque[TokenLogprob] = deque()
+        # control tokens whose place in the text is not given out yet: (characters before it, name)
+        self._control: deque[tuple[int, str]] = deque()
 
     def prefill(self, *, replaying: bool) -> Generator[Wait, None, Logits | None]:
         """Compute every prompt token without KV, in chunks; logits of the last one (None when none are wanted).
@@ -217,7 +219,11 @@ class Generation:
                 self._generated.append(token)
                 if self._sampler.noted is not None:
                     self._noted.append(self._sampler.noted)
-                self._emit(self._watch.feed(token))
+                text = self._watch.feed(token)
+                if state.request.tells_control and core.codec.is_control(token):
+                    place = len(self.text) + len(text) + self._watch.held_characters
+                    self._control.append((place, core.codec.token_bytes(token).decode(errors="replace")))
+                self._emit(text)
                 if self._watch.stopped:
                     return "stop"
                 if len(self._generated) >= state.request.max_tokens:
@@ -265,10 +271,19 @@ class Generation:
         return self._core.clock() - self._state.times.away_s
 
     def _emit(self, text: str) -> None:
-        if text:
-            self.text += text
-            self._state.request.emit({"type": "text", "text": text})
+        while self._control and self._control[0][0] <= len(self.text) + len(text):
+            place, name = self._control.popleft()
+            before = place - len(self.text)
+            self._emit_text(text[:before])
+            self._state.request.emit({"type": "control", "text": name})
+            text = text[before:]
+        self._emit_text(text)
         if self.logprobs is not None and (fresh := self._watch.kept_tokens - len(self.logprobs)):
             told = [entry(self._core.codec, self._noted.popleft()) for _ in range(fresh)]
             self.logprobs += told
             self._state.request.emit({"type": "logprobs", "logprobs": told})
+
+    def _emit_text(self, text: str) -> None:
+        if text:
+            self.text += text
+            self._state.request.emit({"type": "text", "text": text})

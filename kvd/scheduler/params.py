@@ -1,18 +1,20 @@
 """Parameters of RPC methods: unknown, missing, mistyped and out-of-range ones are refused by name.
 
-Pure. May import kvd.errors, kvd.ids, kvd.scheduler.logprobs, .requests, .sampling and .state, kvd.vm.text.
+Pure. May import kvd.errors, kvd.ids and siblings that are pure, kvd.model.grammar_text.
 """
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, get_args
 
-from kvd.errors import InvalidParams, InvalidText
+from kvd.errors import InvalidParams
 from kvd.ids import AgentId, Namespace
+from kvd.model.grammar_text import CallChoice
+from kvd.scheduler.chat_params import checked_choice, checked_format, checked_messages, checked_tools
 from kvd.scheduler.logprobs import MAX_ALTERNATIVES, MAX_ENTRIES
+from kvd.scheduler.plain_values import check_plain, check_text
 from kvd.scheduler.requests import AgentRef, OnContextFull
 from kvd.scheduler.sampling import SamplingParams
 from kvd.scheduler.state import Priority
@@ -28,11 +30,13 @@ TURN_NAMES = (
     "max_tokens",
     "on_context_full",
     "priority",
+    "response_format",
     "stop",
     "stream",
     "timeout_s",
     *SAMPLING_NAMES,
 )
+CHAT_NAMES = ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 MAX_NAME_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
@@ -248,7 +252,7 @@ class Params:
         return count
 
     def messages(self) -> list[dict[str, object]]:
-        """Chat messages: a non-empty list of maps with at least a `role`; contents are strings or absent.
+        """Chat messages (see `checked_messages`).
 
         Raises:
             InvalidParams, InvalidText: with the index of the message.
@@ -256,30 +260,37 @@ class Params:
         raw = self._raw.get("messages")
         if not isinstance(raw, Sequence) or isinstance(raw, str | bytes) or not raw:
             raise InvalidParams(f"{self._method} needs messages (a non-empty list)", parameter="messages")
-        messages: list[dict[str, object]] = []
-        for index, message in enumerate(raw):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise InvalidParams(f"messages[{index}] must be a map with a role", parameter="messages")
-            content = message.get("content")
-            if content is not None and not isinstance(content, str):
-                raise InvalidParams(f"messages[{index}].content must be a string", parameter="messages")
-            check_plain("messages", f"messages[{index}]", message)
-            messages.append({str(key): value for key, value in message.items()})
-        return messages
+        return checked_messages(raw)
 
     def tools(self) -> list[dict[str, object]] | None:
-        """Functions the model may call: a list of maps; None when absent or empty.
+        """Functions the model may call (see `checked_tools`); None when absent or empty.
 
         Raises:
             InvalidParams, InvalidText: with the place inside.
         """
-        raw = self._raw.get("tools")
-        if raw is None:
-            return None
-        if not isinstance(raw, list) or not all(isinstance(tool, dict) for tool in raw):
-            raise InvalidParams("tools must be a list of maps", parameter="tools")
-        check_plain("tools", "tools", raw)
-        return raw or None
+        return checked_tools(self._raw.get("tools"))
+
+    def call_choice(self, tools: Sequence[Mapping[str, object]] | None) -> CallChoice:
+        """What `tool_choice` and `parallel_tool_calls` say of `tools`.
+
+        Raises:
+            InvalidParams: naming what is allowed.
+        """
+        return checked_choice(self._raw.get("tool_choice"), self.flag("parallel_tool_calls", default=True), tools)
+
+    def response_schema(self) -> Mapping[str, object] | None:
+        """JSON schema that `response_format` asks for; None for text.
+
+        Raises:
+            InvalidParams: naming what is allowed.
+        """
+        return checked_format(self._raw.get("response_format"))
+
+    def template_variables(self) -> Mapping[str, object]:
+        """`chat_template_kwargs`; which of them the template knows is the caller's to check."""
+        raw = self.mapping("chat_template_kwargs") or {}
+        check_plain("chat_template_kwargs", "chat_template_kwargs", raw)
+        return {str(name): value for name, value in raw.items()}
 
     def has(self, name: str) -> bool:
         """Whether the parameter was given."""
@@ -298,48 +309,3 @@ def _bias_pair(token: object, value: object) -> tuple[int, float]:
         )
     assert isinstance(value, int | float)
     return number, float(value)
-
-
-def check_text(name: str, value: str, *, parameter: str = "") -> None:
-    """Refuse text that UTF-8 cannot carry. `parameter` it came in, if `name` is a place inside one.
-
-    Raises:
-        InvalidText: with the position of the lone surrogate.
-    """
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidText(
-            f"{name} has a lone surrogate at character {error.start}; send whole characters",
-            parameter=parameter or name,
-            character=error.start,
-        ) from None
-
-
-def check_plain(parameter: str, name: str, value: object) -> None:
-    """Refuse what JSON could not hold, anywhere inside a value: templates render messages and tools as JSON.
-
-    Args:
-        parameter: it came in.
-        name: the place inside, for messages.
-        value: maps, lists, text, numbers.
-
-    Raises:
-        InvalidText: text that UTF-8 cannot carry.
-        InvalidParams: bytes, or a number that is none.
-    """
-    if isinstance(value, str):
-        check_text(name, value, parameter=parameter)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            check_text(f"a key of {name}", str(key), parameter=parameter)
-            check_plain(parameter, f"{name}.{key}", item)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            check_plain(parameter, f"{name}[{index}]", item)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise InvalidParams(f"{name} must be a finite number, not {value}", parameter=parameter)
-    elif not isinstance(value, bool | int | float | None):
-        raise InvalidParams(
-            f"{name} must be text, a number, a list or a map, not {type(value).__name__}", parameter=parameter
-        )

@@ -50,6 +50,7 @@ class TurnRequest:
         emit: called on the engine thread with each stream event.
         method: the protocol's method, for the request's log line.
         hooks: further logits hooks, run after those that `sampling` stands for.
+        tells_control: `emit` also gets `control` events, with the name of each control token where it was generated.
         on_context_full: what to do when prompt and `max_tokens` exceed the model's context.
         priority: `background` starts when nothing `interactive` waits, and is preempted for it (see
             `kvd.scheduler.state`).
@@ -70,6 +71,7 @@ class TurnRequest:
     emit: Callable[[Mapping[str, object]], None] = lambda event: None
     method: str = "generate"
     hooks: tuple[LogitsHook, ...] = ()
+    tells_control: bool = False
     on_context_full: OnContextFull = "error"
     priority: Priority = "interactive"
     timeout_s: float | None = None

@@ -221,7 +221,7 @@ class Sampler:
         if params.top_k:
             order = order[: params.top_k]
         weights = np.exp(scaled[order])
-        keep = weights >= params.min_p
+        keep = (weights >= params.min_p) & (weights > 0)  # what is masked is no choice, however the draw is rounded
         order, weights = order[keep], weights[keep]
         cumulative = np.cumsum(weights)
         if params.top_p < 1.0:

@@ -10,19 +10,24 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from kvd import __version__
 from kvd.errors import AgentNotFound, CallerError, Cancelled, InvalidParams, KvdError
+from kvd.model.answers import AnswerFormat
 from kvd.model.continuation import Continuation, continuation
+from kvd.model.grammar import GrammarCompiler
+from kvd.model.grammar_text import answer_grammar
+from kvd.model.recall import HeldText, needs_tokens
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler import views
+from kvd.scheduler.chat import AnswerStream, ChatCall, Emit, Prepared, held_texts
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported, with_close_names
 from kvd.scheduler.file_steps import port_path
-from kvd.scheduler.params import MAX_NEW_TOKENS, TURN_NAMES, Params
+from kvd.scheduler.params import CHAT_NAMES, MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
 from kvd.store.agent_file import read_header
 from kvd.store.errors import FileFault
@@ -69,6 +74,7 @@ class KvdService:
         self._encoding = asyncio.Lock()
         self._rendering = asyncio.Lock()
         self._codec: TextCodec | None = None
+        self._compiler: GrammarCompiler | None = None
         self._template: ChatTemplate | None = None
         job = self._job
         self._methods: dict[str, Callable[[Params, CallContext], Awaitable[object]]] = {
@@ -101,9 +107,16 @@ class KvdService:
         """All method names, sorted."""
         return tuple(sorted(self._methods))
 
-    def set_ready(self, codec: TextCodec, template: ChatTemplate | None) -> None:
-        """The engine can work: let waiting calls through (on the loop)."""
+    def set_ready(self, codec: TextCodec, template: ChatTemplate | None, *, vocab_tokens: int | None = None) -> None:
+        """The engine can work: let waiting calls through (on the loop).
+
+        Args:
+            codec: the model's.
+            template: its chat template; None where it has none.
+            vocab_tokens: width of its logits; None for that of the codec.
+        """
         self._codec = codec
+        self._compiler = GrammarCompiler(codec, codec.token_count if vocab_tokens is None else vocab_tokens)
         self._template = template
         self._ready.set()
 
@@ -138,18 +151,29 @@ class KvdService:
     async def _generate(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("text", *TURN_NAMES)
         data = params.text("text").encode()
-        return await self._turn(params, context, TypedText(data, (Span("content", len(data)),) if data else ()))
+        prompt = TypedText(data, (Span("content", len(data)),) if data else ())
+        schema = params.response_schema()
+        if schema is None:
+            return await self._turn(params, context, Prepared(prompt))
+        codec, _ = await self._text_parts()
+        async with self._rendering:
+            grammar = answer_grammar(AnswerFormat(), codec, schema=schema)
+            assert grammar is not None
+            mask = await asyncio.to_thread(self._grammars().compile, grammar)
+        return await self._turn(params, context, Prepared(prompt, (mask,)))
 
     async def _chat(self, params: Params, context: CallContext) -> object:
-        params.refuse_unknown("messages", "tools", "response_format", *TURN_NAMES)
-        if params.mapping("response_format") is not None:
-            raise Unsupported("response_format is not supported by this version; leave it out")
-        messages, tools = params.messages(), params.tools()
-        prompt = await self._in_template(context, lambda template: template.render(messages, tools=tools))
-        result = await self._turn(params, context, prompt, method="chat")
-        if isinstance(result, dict):
-            result["message"] = {"role": "assistant", "content": result["text"]}
-        return result
+        params.refuse_unknown(*CHAT_NAMES, *TURN_NAMES)
+        call, ref = ChatCall.of(params), params.ref()
+        codec, template = await self._text_parts()
+        held: list[HeldText] = []
+        if call.has_history and template is not None:
+            with_tokens = needs_tokens(await asyncio.to_thread(lambda: template.answers), codec)
+            held = await self._call(lambda core: held_texts(core, ref, with_tokens=with_tokens))
+        prepared = await self._in_template(
+            context, lambda template: call.prepare(template, codec, self._grammars(), held)
+        )
+        return await self._turn(params, context, prepared, method="chat")
 
     async def _inject(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("agent", "agents", "namespace", "text", "messages", "priority")
@@ -177,7 +201,7 @@ class KvdService:
                 append=True,
                 continues=continues,
                 max_tokens=0,
-                emit=self._emitter(context, agent=ref.agent if params.has("agents") else None),
+                emit=self._emitter(context.emit, agent=ref.agent if params.has("agents") else None),
                 priority=priority,
                 connection=context.peer.connection,
                 peer_pid=context.peer.pid,
@@ -193,21 +217,26 @@ class KvdService:
         self,
         params: Params,
         context: CallContext,
-        prompt: TypedText,
+        prepared: Prepared,
         *,
         method: Literal["generate", "chat"] = "generate",
     ) -> object:
         await self._wait_ready()
-        emit = self._emitter(context, all_events=params.flag("stream", default=True))
+        stream = None if prepared.reader is None else AnswerStream(prepared.reader, context.emit)
+        is_streamed = params.flag("stream", default=True)
+        # an answer is read whole, whether or not the client wants its events (the session drops those it does not want)
+        emit = self._emitter(stream or context.emit, all_events=is_streamed or stream is not None)
         max_tokens = params.integer("max_tokens", default=256, low=0, high=MAX_NEW_TOKENS)
         request = TurnRequest(
             request_id=self._engine.new_request_id(),
             ref=params.ref(),
-            prompt=prompt,
+            prompt=prepared.prompt,
             method=method,
             max_tokens=max_tokens,
             sampling=params.sampling(),
             logprobs=params.logprobs(max_tokens),
+            hooks=prepared.hooks,
+            tells_control=prepared.tells_control,
             stop=params.stop(),
             emit=emit,
             on_context_full=params.on_context_full(),
@@ -219,13 +248,13 @@ class KvdService:
         result = await self._submit(request, context)
         if isinstance(result, dict) and result["finish_reason"] == "injected":
             result["finish_reason"] = "length"  # `max_tokens` 0: computed as far as was asked for
-        return result
+        return stream.complete(result) if stream is not None and isinstance(result, dict) else result
 
     @staticmethod
     def _emitter(
-        context: CallContext, *, all_events: bool = True, agent: str | None = None
+        take: Emit, *, all_events: bool = True, agent: str | None = None
     ) -> Callable[[Mapping[str, object]], None]:
-        """What the engine calls with a turn's events; `agent`: each says whose it is."""
+        """What the engine calls with a turn's events, which `take` gets on the loop; `agent`: each says whose it is."""
         loop = asyncio.get_running_loop()
         whose = {} if agent is None else {"agent": agent}
 
@@ -233,7 +262,7 @@ class KvdService:
             # a client that wants no stream still gets the one event its clock needs
             if all_events or event["type"] == "first_token":
                 # asyncio is not thread safe: events cross from the engine thread through the loop's own door
-                loop.call_soon_threadsafe(context.emit, {**event, **whose})
+                loop.call_soon_threadsafe(take, {**event, **whose})
 
         return emit
 
@@ -302,9 +331,9 @@ class KvdService:
 
     # ---- look-ups ---------------------------------------------------------------------------------------------------
 
-    async def _call(self, function: Callable[[EngineCore], object]) -> object:
+    async def _call(self, function: Callable[[EngineCore], T]) -> T:
         await self._wait_ready()
-        return await asyncio.wrap_future(self._engine.call(function))
+        return cast("T", await asyncio.wrap_future(self._engine.call(function)))
 
     async def _agent_list(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("namespace")
@@ -415,6 +444,10 @@ class KvdService:
         except CallerError as error:
             error.data.setdefault("parameter", "messages")
             raise
+
+    def _grammars(self) -> GrammarCompiler:
+        assert self._compiler is not None
+        return self._compiler
 
     async def _text_parts(self) -> tuple[TextCodec, ChatTemplate | None]:
         await self._wait_ready()

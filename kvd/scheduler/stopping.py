@@ -86,6 +86,11 @@ class StopWatch:
         return longest
 
     @property
+    def held_characters(self) -> int:
+        """Characters that are certain and not given out, since they may begin a stop string."""
+        return len(self._held)
+
+    @property
     def kept_tokens(self) -> int:
         """How many of the tokens fed stay: the most whose whole text was given out. It never gets less.
 

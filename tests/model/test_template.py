@@ -144,14 +144,6 @@ def test_tools_are_content_in_json(tiny_codec: TextCodec) -> None:
     ]
 
 
-def test_tools_without_a_template_for_them_are_unsupported(template: ChatTemplate) -> None:
-    """A template that never prints tools would drop them silently."""
-    assert not template.supports_tools
-    with pytest.raises(UnsupportedFeature) as caught:
-        template.render([{"role": "user", "content": "x"}], tools=[{"type": "function"}])
-    assert caught.value.name == "unsupported"
-
-
 def test_text_parts_are_joined_and_others_refused(template: ChatTemplate) -> None:
     """A list of text parts is text; an image is not."""
     two = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -359,8 +351,9 @@ def test_a_long_conversation_is_within_the_bounds(template: ChatTemplate) -> Non
     assert ChatTemplate(source, template._codec).render(plain).data == b"1/32/33/3!"
 
 
-def test_arguments_nested_too_deep_are_refused(template: ChatTemplate) -> None:
+def test_arguments_nested_too_deep_are_refused(tiny_codec: TextCodec) -> None:
     """JSON that the parser gives up on stays text; nesting that the renderer gives up on is a refusal."""
+    template = ChatTemplate(TOOLS, tiny_codec)
 
     def asked(depth: int) -> list[dict[str, object]]:
         call = {"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}

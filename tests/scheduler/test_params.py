@@ -142,9 +142,8 @@ def test_good_values_are_taken() -> None:
     assert (params().priority(), params(priority="background").priority()) == ("interactive", "background")
     assert (params().timeout_s(), params(timeout_s=2).timeout_s()) == (None, 2.0)
     assert (params(tools=[]).tools(), params().tools()) == (None, None)
-    assert params(tools=[{"name": "f", "n": [1, 2.5, None, True]}]).tools() == [
-        {"name": "f", "n": [1, 2.5, None, True]}
-    ]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"n": [1, 2.5, None, True]}, "strict": None}}
+    assert params(tools=[tool]).tools() == [tool]
     assert params(agent="a" * MAX_NAME_CHARACTERS).name("agent")
     assert params(messages=[{"role": "user", "content": "x", "name": "n"}]).messages() == [
         {"role": "user", "content": "x", "name": "n"}

@@ -1,0 +1,215 @@
+"""What an answer may be, written as a grammar: response formats, tool calls, reasoning before either.
+
+Theory of operation. A grammar is text in llguidance's dialect of Lark; `kvd.model.grammar` compiles it. Everything a
+client sends goes in as JSON (schemas by `%json`, names and markers as quoted strings), so nothing of it is read as
+grammar. Schemas of different functions stay apart, since their `$ref`s count from their own roots.
+
+White space inside of JSON is bounded: a small model that may go on with spaces for ever does.
+
+Pure. May import kvd.errors and this package.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from kvd.errors import InvalidParams
+from kvd.model.answers import AnswerFormat, TokenNames, split_marker
+from kvd.model.errors import UnsupportedFeature
+from kvd.model.tool_calls import PLAIN, ToolDialect
+
+MAX_SCHEMA_CHARACTERS: Final = 65_536
+"""Of all schemas of a request, as JSON."""
+
+CallRule = Literal["auto", "none", "required"]
+
+_JSON_OPTIONS: Final = {"whitespace_pattern": r"(\n[ ]{0,32}|[ ]{1,2})"}
+_ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+_JSON_DIALECTS: Final = (PLAIN, "json_tools")
+
+
+@dataclass(frozen=True, slots=True)
+class CallChoice:
+    """What a request says of calls.
+
+    Attributes:
+        rule: `auto` lets the model decide, `none` keeps it from calling, `required` makes it call.
+        only: the one function that may be called; None for any.
+        parallel: several calls in one answer are allowed.
+    """
+
+    rule: CallRule = "auto"
+    only: str | None = None
+    parallel: bool = True
+
+
+def answer_grammar(
+    answers: AnswerFormat,
+    codec: TokenNames,
+    *,
+    schema: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    choice: CallChoice | None = None,
+    opening: str = "",
+) -> str | None:
+    """The grammar of an answer; None where any text will do.
+
+    Args:
+        answers: the model's markers.
+        codec: its vocabulary.
+        schema: JSON schema of the answer; None for text.
+        tools: functions that may be called, in the OpenAI form.
+        choice: what the request says of calls.
+        opening: control text that the answer begins behind.
+
+    Raises:
+        InvalidParams: schemas that are too large.
+        UnsupportedFeature: the model writes calls in a form that masks cannot hold it to.
+    """
+    choice = choice or CallChoice()
+    rules = _Rules(codec)
+    calls = _calls(rules, answers, tools, choice, alone=schema is None) if tools and answers.tools else None
+    if schema is not None:
+        rules.add_json("answer", schema)
+    if calls is None and schema is None:
+        return None
+    body = calls or "answer"
+    if calls is not None and schema is not None:
+        body = {"auto": f"answer | {calls}", "none": "answer", "required": calls}[choice.rule]
+    rules.add("body", body)
+    rules.check_schemas()
+    return rules.text(_reasoning(rules, answers, opening))
+
+
+class _Rules:
+    """A grammar that is being written. Owner: `answer_grammar`."""
+
+    def __init__(self, codec: TokenNames) -> None:
+        self._codec = codec
+        self._lines: list[str] = []
+        self._schema_characters = 0
+
+    def add(self, name: str, body: str) -> None:
+        """A rule."""
+        self._lines.append(f"{name}: {body}")
+
+    def add_json(self, name: str, schema: Mapping[str, Any]) -> None:
+        """A rule for JSON of a schema."""
+        written = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=True)
+        self._schema_characters += len(written)
+        self.add(name, f"%json {written}")
+
+    def literal(self, marker: str) -> str:
+        """A marker, of text and control tokens."""
+        parts = split_marker(marker, self._codec)
+        return " ".join(json.dumps(text) if token is None else f"<[{token}]>" for text, token in parts)
+
+    def up_to(self, name: str, marker: str) -> str:
+        """Any text up to a marker, and the marker; the name of a rule for it."""
+        parts = split_marker(marker, self._codec)
+        if parts[0][1] is not None:  # a control token: text cannot hold it
+            self.add(name, f"TEXT {self.literal(marker)}")
+        else:
+            first, rest = parts[0][0], self.literal("".join(text for text, _ in parts[1:])) if parts[1:] else ""
+            self.add(f"{name}_first[lazy]", f"TEXT {json.dumps(first)}")
+            self.add(name, f"{name}_first {rest}".rstrip())
+        return name
+
+    def without(self, name: str, marker: str) -> str:
+        """Any text that does not hold a marker."""
+        first, token = split_marker(marker, self._codec)[0]
+        if token is not None:
+            return "TEXT"
+        self.add(name.upper(), f"/(?s:.*)/ & ~(/(?s:.*)/ {json.dumps(first)} /(?s:.*)/)")
+        return name.upper()
+
+    def check_schemas(self) -> None:
+        """Refuse more than a compiler should be given."""
+        if self._schema_characters > MAX_SCHEMA_CHARACTERS:
+            raise InvalidParams(
+                f"the JSON schemas have {self._schema_characters} characters, of {MAX_SCHEMA_CHARACTERS} at most",
+                parameter="response_format",
+            )
+
+    def text(self, reasoning: str) -> str:
+        """The whole grammar."""
+        return "\n".join([f"start: {reasoning}body", *self._lines, "TEXT: /(?s:.*)/", r"SPACE: /[ \n]{0,4}/", ""])
+
+
+def _reasoning(rules: _Rules, answers: AnswerFormat, opening: str) -> str:
+    """What may come before the body."""
+    if answers.reasoning is None:
+        return ""
+    start, end = answers.reasoning
+    thought = rules.up_to("thought", end)
+    if answers.is_thinking(opening):
+        return f"{thought} SPACE "
+    return f"({rules.literal(start)} {thought} SPACE)? "
+
+
+def _calls(
+    rules: _Rules,
+    answers: AnswerFormat,
+    tools: Sequence[Mapping[str, Any]],
+    choice: CallChoice,
+    *,
+    alone: bool,
+) -> str | None:
+    """The body for tools; None where it need not be held to anything.
+
+    `alone`: an answer without calls is free text.
+    """
+    dialect = answers.tools
+    assert dialect is not None
+    if choice.rule == "none":
+        return rules.without("nocall", dialect.start)
+    functions = [tool["function"] for tool in tools]
+    is_strict = any(function.get("strict") for function in functions)
+    if choice.rule == "auto" and alone and choice.parallel and not is_strict:
+        return None
+    if choice.only is not None:
+        functions = [function for function in functions if function["name"] == choice.only]
+    head, tail = _call_rules(rules, dialect, functions, needs_names=choice.only is not None or is_strict)
+    several = choice.parallel and choice.only is None
+    more = f" (SPACE {head} {tail})*" if several and dialect.end else ""
+    if choice.rule == "required" or not alone:
+        return f"{head} {tail}{more}"
+    before = rules.up_to("before", dialect.start)
+    free = rules.without("nocall", dialect.start)
+    return f"({before} {tail})* {free}" if several and dialect.end else f"{free} | {before} {tail}"
+
+
+def _call_rules(
+    rules: _Rules, dialect: ToolDialect, functions: Sequence[Mapping[str, Any]], *, needs_names: bool
+) -> tuple[str, str]:
+    """What a call begins with, and what follows it."""
+    head = rules.literal(dialect.start)
+    if dialect.name in _JSON_DIALECTS:
+        for number, function in enumerate(functions):
+            rules.add_json(f"arguments_{number}", _parameters(function))
+            name = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+            rules.add(f"call_{number}", f'{name} arguments_{number} "}}"')
+        rules.add("call", " | ".join(f"call_{number}" for number in range(len(functions))))
+        rules.add("tail", f'"\\n" call "\\n" {rules.literal(dialect.end)}')
+    elif needs_names or not dialect.end:
+        raise UnsupportedFeature(
+            f"this model writes calls in the form {dialect.name!r}, which masks cannot hold it to; strict tools, a "
+            f"named or required tool_choice are for the forms {', '.join(_JSON_DIALECTS)}; leave them out",
+            feature="tools",
+            dialect=dialect.name,
+        )
+    else:
+        rules.add("tail", rules.up_to("call", dialect.end))
+    return head, "tail"
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a function's arguments are held to: its own where it is strict, else any object."""
+    schema = function.get("parameters")
+    if not function.get("strict") or not schema:
+        return _ANY_OBJECT
+    assert isinstance(schema, Mapping)
+    return schema
