@@ -225,7 +225,8 @@ class AnswerReader:
                 continue
             self._state = markers[marker]
             self._reasoned |= self._state == "reasoning"
-            self._space = ""
+            if self._state != "call":  # what looks like one may turn out to be text
+                self._space = ""
 
     def _reasoning(self, piece: str) -> Iterable[Event]:
         piece = _CONTROL.sub("", piece)
@@ -262,6 +263,7 @@ class AnswerReader:
         if parsed is None:
             yield from self._text(whole)
             return
+        self._space = ""
         for call in parsed:
             index = len(self.answer.calls)
             call_id = call.call_id or _new_id()

@@ -4,6 +4,9 @@ Theory of operation. A grammar is text in llguidance's dialect of Lark; `kvd.mod
 client sends goes in as JSON (schemas by `%json`, names and markers as quoted strings), so nothing of it is read as
 grammar. Schemas of different functions stay apart, since their `$ref`s count from their own roots.
 
+Strict functions and response formats are held to all of their schemas, or refused with what cannot be held to. Other
+functions that must be called are held to what of their schemas can be.
+
 White space inside of JSON is bounded: a small model that may go on with spaces for ever does.
 
 Pure. May import kvd.errors and this package.
@@ -27,8 +30,9 @@ MAX_SCHEMA_CHARACTERS: Final = 65_536
 CallRule = Literal["auto", "none", "required"]
 
 _JSON_OPTIONS: Final = {"whitespace_pattern": r"(\n[ ]{0,32}|[ ]{1,2})"}
-_ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 _JSON_DIALECTS: Final = (PLAIN, "json_tools")
+_MISTRAL: Final = "mistral"
+_MISTRAL_ARGUMENTS: Final = "[ARGS]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ def answer_grammar(
     tools: Sequence[Mapping[str, Any]] | None = None,
     choice: CallChoice | None = None,
     opening: str = "",
+    is_loose: bool = False,
 ) -> str | None:
     """The grammar of an answer; None where any text will do.
 
@@ -64,6 +69,7 @@ def answer_grammar(
         tools: functions that may be called, in the OpenAI form.
         choice: what the request says of calls.
         opening: control text that the answer begins behind.
+        is_loose: arguments of functions that are not strict may be any object, whatever their schemas say.
 
     Raises:
         InvalidParams: schemas that are too large.
@@ -71,7 +77,11 @@ def answer_grammar(
     """
     choice = choice or CallChoice()
     rules = _Rules(codec)
-    calls = _calls(rules, answers, tools, choice, alone=schema is None) if tools and answers.tools else None
+    calls = (
+        _calls(rules, answers, tools, choice, alone=schema is None, is_loose=is_loose)
+        if tools and answers.tools
+        else None
+    )
     if schema is not None:
         rules.add_json("answer", schema)
     if calls is None and schema is None:
@@ -96,11 +106,16 @@ class _Rules:
         """A rule."""
         self._lines.append(f"{name}: {body}")
 
-    def add_json(self, name: str, schema: Mapping[str, Any]) -> None:
-        """A rule for JSON of a schema."""
-        written = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=True)
+    def add_json(self, name: str, schema: Mapping[str, Any], *, is_lenient: bool = False) -> None:
+        """A rule for JSON of a schema; `is_lenient`: what of it cannot be held to is left out."""
+        options = {**_JSON_OPTIONS, "lenient": is_lenient}
+        written = json.dumps({**schema, "x-guidance": options}, ensure_ascii=True)
         self._schema_characters += len(written)
         self.add(name, f"%json {written}")
+
+    def knows(self, token: str) -> bool:
+        """Whether the vocabulary has a token."""
+        return self._codec.id_of(token) is not None
 
     def literal(self, marker: str) -> str:
         """A marker, of text and control tokens."""
@@ -157,6 +172,7 @@ def _calls(
     choice: CallChoice,
     *,
     alone: bool,
+    is_loose: bool,
 ) -> str | None:
     """The body for tools; None where it need not be held to anything.
 
@@ -172,44 +188,51 @@ def _calls(
         return None
     if choice.only is not None:
         functions = [function for function in functions if function["name"] == choice.only]
-    head, tail = _call_rules(rules, dialect, functions, needs_names=choice.only is not None or is_strict)
-    several = choice.parallel and choice.only is None
-    more = f" (SPACE {head} {tail})*" if several and dialect.end else ""
-    if choice.rule == "required" or not alone:
-        return f"{head} {tail}{more}"
-    before = rules.up_to("before", dialect.start)
-    free = rules.without("nocall", dialect.start)
-    return f"({before} {tail})* {free}" if several and dialect.end else f"{free} | {before} {tail}"
-
-
-def _call_rules(
-    rules: _Rules, dialect: ToolDialect, functions: Sequence[Mapping[str, Any]], *, needs_names: bool
-) -> tuple[str, str]:
-    """What a call begins with, and what follows it."""
-    head = rules.literal(dialect.start)
-    if dialect.name in _JSON_DIALECTS:
-        for number, function in enumerate(functions):
-            rules.add_json(f"arguments_{number}", _parameters(function))
-            name = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
-            rules.add(f"call_{number}", f'{name} arguments_{number} "}}"')
-        rules.add("call", " | ".join(f"call_{number}" for number in range(len(functions))))
-        rules.add("tail", f'"\\n" call "\\n" {rules.literal(dialect.end)}')
-    elif needs_names or not dialect.end:
+    if dialect.name not in (*_JSON_DIALECTS, _MISTRAL) and (choice.only is not None or is_strict or not dialect.end):
         raise UnsupportedFeature(
-            f"this model writes calls in the form {dialect.name!r}, which masks cannot hold it to; strict tools, a "
-            f"named or required tool_choice are for the forms {', '.join(_JSON_DIALECTS)}; leave them out",
+            f"this model writes calls in the form {dialect.name!r}, which masks cannot hold it to; strict tools and a "
+            f"tool_choice that names a function are for the forms {', '.join(_JSON_DIALECTS)} and {_MISTRAL}; leave "
+            "them out",
             feature="tools",
             dialect=dialect.name,
         )
-    else:
-        rules.add("tail", rules.up_to("call", dialect.end))
-    return head, "tail"
+    several = choice.parallel and choice.only is None
+    calls = f"{rules.literal(dialect.start)} tail"
+    rules.add("tail", _tail(rules, dialect, functions, several=several, is_loose=is_loose))
+    if dialect.name == _MISTRAL and not rules.knows(_MISTRAL_ARGUMENTS):
+        several = False  # one list has them all
+    if several:
+        rules.add("calls", f"{calls} (SPACE {calls})*")
+        calls = "calls"
+    if choice.rule == "required" or not alone:
+        return calls
+    before = rules.up_to("before", dialect.start)
+    free = rules.without("nocall", dialect.start)
+    return f"({before} tail)* {free}" if several else f"{free} | {before} tail"
 
 
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a function's arguments are held to: its own where it is strict, else any object."""
-    schema = function.get("parameters")
-    if not function.get("strict") or not schema:
-        return _ANY_OBJECT
-    assert isinstance(schema, Mapping)
-    return schema
+def _tail(
+    rules: _Rules, dialect: ToolDialect, functions: Sequence[Mapping[str, Any]], *, several: bool, is_loose: bool
+) -> str:
+    """What follows the marker that a call begins with."""
+    is_json = dialect.name in _JSON_DIALECTS
+    if not is_json and dialect.name != _MISTRAL:
+        return rules.up_to("call", dialect.end)
+    name_first = not is_json and rules.knows(_MISTRAL_ARGUMENTS)
+    for number, function in enumerate(functions):
+        strict = bool(function.get("strict"))
+        schema = function.get("parameters") if strict or not is_loose else None
+        # whatever its schema says: arguments are an object
+        rules.add_json(f"arguments_{number}", {"type": "object", **(schema or {})}, is_lenient=not strict)
+        if name_first:
+            head = f"{json.dumps(function['name'])} {rules.literal(_MISTRAL_ARGUMENTS)}"
+            rules.add(f"call_{number}", f"{head} arguments_{number}")
+        else:
+            head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+            rules.add(f"call_{number}", f'{head} arguments_{number} "}}"')
+    rules.add("call", " | ".join(f"call_{number}" for number in range(len(functions))))
+    if is_json:
+        return f'"\\n" call "\\n" {rules.literal(dialect.end)}'
+    if name_first:
+        return "call"
+    return '"[" call (", " call)* "]"' if several else '"[" call "]"'

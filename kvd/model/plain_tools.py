@@ -29,13 +29,14 @@ _INSTRUCTIONS: Final = (
 
 
 def with_plain_tools(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, takes_system: bool = True
 ) -> list[dict[str, Any]]:
     """The conversation in roles that every template knows.
 
     Args:
         messages: normalised ones: contents are text or None.
         tools: functions to tell the model of; None when there are none.
+        takes_system: the template knows system messages; else the first user message gets the list of tools.
 
     Returns:
         Messages without `tool` roles and `tool_calls`; those that have neither are the same objects.
@@ -55,15 +56,19 @@ def with_plain_tools(
         else:
             written.append(message)
         joins = is_result
-    return _with_instructions(written, tools) if tools else written
+    return _with_instructions(written, tools, "system" if takes_system else "user") if tools else written
 
 
-def _with_instructions(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _with_instructions(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], role: str
+) -> list[dict[str, Any]]:
+    """The conversation with the list of tools in its first message: behind a system text, before a user's."""
     text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    if messages and messages[0]["role"] == "system":
-        content = "\n\n".join(part for part in (messages[0]["content"], text) if part)
-        return [{**messages[0], "content": content}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
+    first = messages[0] if messages else None
+    if first is None or first["role"] not in ("system", role):
+        return [{"role": role, "content": text}, *messages]
+    parts = (first["content"], text) if first["role"] == "system" else (text, first["content"])
+    return [{**first, "content": "\n\n".join(part for part in parts if part)}, *messages[1:]]
 
 
 def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,6 @@ def _generated(held: HeldText, codec: TextCodec) -> Iterator[Generated]:
     offset = 0  # of the token
     for span in held.typed.spans:
         end = start + span.text_bytes
-        data = held.typed.data[start:end]
         pieces: list[tuple[str, bool]] = []
         first = start
         is_answer = span.kind == "generated"  # tokens of no bytes on its borders are the model's: it wrote no markup
@@ -105,10 +104,10 @@ def _generated(held: HeldText, codec: TextCodec) -> Iterator[Generated]:
                 first = offset
             offset += held.token_bytes[token]
             token += 1
-        text = _decoded(data)
         if is_answer:
-            yield Generated(text, opening, (*pieces, (_decoded(held.typed.data[first:end]), False)))
-        opening = text if span.kind == "control" else ""
+            rest = (_decoded(held.typed.data[first:end]), False)
+            yield Generated(_decoded(held.typed.data[start:end]), opening, (*pieces, rest))
+        opening = _decoded(held.typed.data[start:end]) if span.kind == "control" else ""
         start = end
 
 

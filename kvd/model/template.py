@@ -235,7 +235,9 @@ class ChatTemplate:
         for index, answer in recalled.items():
             plain[index] = {"role": "assistant", "content": answer.text}
         if not self.supports_tools:
-            plain, context = with_plain_tools(plain, context["tools"]), {**context, "tools": None}
+            takes_system = not context["tools"] or self._takes_system
+            plain = with_plain_tools(plain, context["tools"], takes_system=takes_system)
+            context = {**context, "tools": None}
         if any(message["role"] == "system" for message in plain[1:]) and not self._takes_nudges:
             plain = folded(plain)
         return _typed(self._with_openings(self._pieces(plain, context), list(recalled.values())))
@@ -250,6 +252,15 @@ class ChatTemplate:
                 if before == "control" and self.answers.differ_in_reasoning_only(written, opening):
                     pieces[number - 1] = ("control", opening)
         return pieces
+
+    @functools.cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template knows system messages at all."""
+        try:
+            probe = [{"role": role, "content": role} for role in ("system", "user")]
+            return _in_order(probe, self._pieces(probe, {"tools": None, "add_generation_prompt": False}))
+        except (TemplateRefused, RecursionError):
+            return False
 
     @functools.cached_property
     def _takes_nudges(self) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd.errors import InvalidParams
-from kvd.model.answers import AnswerReader
+from kvd.model.answers import AnswerFormat, AnswerReader
 from kvd.model.grammar import GrammarCompiler
 from kvd.model.grammar_text import CallChoice, answer_grammar
 from kvd.model.recall import HeldText, needs_tokens, recall
@@ -107,17 +107,36 @@ class ChatCall:
             recalled=recall(self.messages, held, answers, codec),
         )
         opening = _opening(prompt)
-        grammar = answer_grammar(
-            answers, codec, schema=self.schema, tools=self.tools, choice=self.choice, opening=opening
-        )
-        parameter = "response_format" if self.schema is not None else "tools"
         reads_calls = self.tools is not None and self.choice.rule != "none"
         return Prepared(
             prompt,
-            () if grammar is None else (compiler.compile(grammar, parameter=parameter),),
+            self._mask(answers, codec, compiler, opening),
             AnswerReader(answers, codec, opening=opening, reads_calls=reads_calls, tools=self.tools),
             needs_tokens(answers, codec),
         )
+
+    def _mask(
+        self, answers: AnswerFormat, codec: TextCodec, compiler: GrammarCompiler, opening: str
+    ) -> tuple[LogitsHook, ...]:
+        """What holds the answer to its form; nothing when any text will do."""
+        for is_loose in (False, True):
+            grammar = answer_grammar(
+                answers,
+                codec,
+                schema=self.schema,
+                tools=self.tools,
+                choice=self.choice,
+                opening=opening,
+                is_loose=is_loose,
+            )
+            if grammar is None:
+                break
+            try:
+                return (compiler.compile(grammar, parameter="tools" if self.schema is None else "response_format"),)
+            except InvalidParams:
+                if is_loose or self.tools is None:
+                    raise
+        return ()
 
 
 def _opening(prompt: TypedText) -> str:

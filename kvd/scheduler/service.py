@@ -156,10 +156,9 @@ class KvdService:
         if schema is None:
             return await self._turn(params, context, Prepared(prompt))
         codec, _ = await self._text_parts()
-        async with self._rendering:
-            grammar = answer_grammar(AnswerFormat(), codec, schema=schema)
-            assert grammar is not None
-            mask = await asyncio.to_thread(self._grammars().compile, grammar)
+        grammar = answer_grammar(AnswerFormat(), codec, schema=schema)
+        assert grammar is not None
+        mask = await self._in_worker(context, lambda: self._grammars().compile(grammar))
         return await self._turn(params, context, Prepared(prompt, (mask,)))
 
     async def _chat(self, params: Params, context: CallContext) -> object:
@@ -437,13 +436,17 @@ class KvdService:
         if template is None:
             raise Unsupported("the model has no chat template; use generate with the agent's whole text")
         try:
-            async with self._rendering:  # one at a time: a template that runs into its bounds holds one thread, not all
-                if context.cancelled:
-                    raise Cancelled("cancelled while it waited for others' messages")
-                return await asyncio.to_thread(render, template)
+            return await self._in_worker(context, lambda: render(template))
         except CallerError as error:
             error.data.setdefault("parameter", "messages")
             raise
+
+    async def _in_worker(self, context: CallContext, work: Callable[[], T]) -> T:
+        """Work of seconds that is somebody else's program or schema: one at a time, so it holds one thread, not all."""
+        async with self._rendering:
+            if context.cancelled:
+                raise Cancelled("cancelled while it waited for others' messages")
+            return await asyncio.to_thread(work)
 
     def _grammars(self) -> GrammarCompiler:
         assert self._compiler is not None

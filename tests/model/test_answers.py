@@ -1,0 +1,212 @@
+"""Reasoning, text and calls of an answer, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.model.answers import AnswerFormat, AnswerReader, find_reasoning
+from kvd.model.tool_calls import ToolDialect, find_dialect, plain_dialect
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<a> \\u00e9", "n": 1}}\n</tool_call>'
+THINK = ("<think>", "</think>")
+
+
+class Names:
+    """A vocabulary of control tokens."""
+
+    def __init__(self, *control: str) -> None:
+        self.control = control
+
+    def id_of(self, token: str, /) -> int | None:
+        """Its place."""
+        return self.control.index(token) if token in self.control else None
+
+    def is_control(self, token_id: int, /) -> bool:
+        """All are."""
+        return True
+
+
+PLAIN = AnswerFormat(None, plain_dialect())
+THINKS = AnswerFormat(THINK, plain_dialect())
+MISTRAL = find_dialect("[TOOL_CALLS]", {})
+
+
+def read(
+    pieces: Sequence[str | tuple[str]],
+    answers: AnswerFormat = THINKS,
+    *,
+    opening: str = "",
+    reads_calls: bool = True,
+    names: Names | None = None,
+) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """The message and the events; a tuple is a control token."""
+    reader = AnswerReader(answers, names or Names(), opening=opening, reads_calls=reads_calls)
+    events: list[dict[str, object]] = []
+    for piece in pieces:
+        events += reader.feed(piece) if isinstance(piece, str) else reader.feed_control(piece[0])
+    events += reader.end()
+    message = reader.answer.message()
+    for call in message.get("tool_calls", ()):
+        assert len(call.pop("id")) == 9
+        assert call.pop("type") == "function"
+    return message, events
+
+
+def streamed(events: Sequence[dict[str, object]], kind: str) -> str:
+    """All text of one kind."""
+    return "".join(str(event["text"]) for event in events if event["type"] == kind)
+
+
+F_CALL = {"function": {"name": "f", "arguments": json.dumps({"x": "<a> é", "n": 1}, ensure_ascii=False)}}
+
+
+@pytest.mark.parametrize(
+    ("text", "opening", "reads_calls", "message"),
+    [
+        ("Hello\n", "", False, {"content": "Hello\n"}),
+        (" Hello <b> ", "", True, {"content": " Hello <b> "}),
+        (CALL, "", True, {"content": None, "tool_calls": [F_CALL]}),
+        (f"I look.\n{CALL}\n{CALL}\n", "", True, {"content": "I look.", "tool_calls": [F_CALL, F_CALL]}),
+        (CALL, "", False, {"content": CALL}),
+        ("<think>\nhm\n</think>\n\nYes.", "", False, {"content": "Yes.", "reasoning_content": "hm"}),
+        ("hm</think> Yes.", "<think>\n", True, {"content": "Yes.", "reasoning_content": "hm"}),
+        ("Yes.", "<think>\n\n</think>\n\n", True, {"content": "Yes."}),
+        ("\n\n<think>a < b</think>", "", True, {"content": "", "reasoning_content": "a < b"}),
+        ("<think>never ends </thin", "", True, {"content": "", "reasoning_content": "never ends </thin"}),
+        ("Say <think> aloud.", "", True, {"content": "Say <think> aloud."}),
+        (f"<think>x</think>{CALL}", "", True, {"content": None, "reasoning_content": "x", "tool_calls": [F_CALL]}),
+        ("<tool_call>{no json}</tool_call>!", "", True, {"content": "<tool_call>{no json}</tool_call>!"}),
+        ('a <tool_call>\n{"name": "f"', "", True, {"content": 'a <tool_call>\n{"name": "f"'}),
+        ("<tool_call>[1, 2]</tool_call>", "", True, {"content": "<tool_call>[1, 2]</tool_call>"}),
+        (
+            '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {}}]</tool_call>',
+            "",
+            True,
+            {
+                "content": None,
+                "tool_calls": [
+                    {"function": {"name": "f", "arguments": "{}"}},
+                    {"function": {"name": "g", "arguments": "{}"}},
+                ],
+            },
+        ),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "", True, None),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 3, 1000])
+def test_an_answer_is_taken_apart(
+    text: str, opening: str, reads_calls: bool, message: dict[str, object] | None, width: int
+) -> None:
+    """Whatever the pieces: the same message, and the stream adds up to it; what cannot be read stays text."""
+    pieces = [text[at : at + width] for at in range(0, len(text), width)]
+    found, events = read(pieces, opening=opening, reads_calls=reads_calls)
+    assert found == {"role": "assistant", **({"content": text} if message is None else message)}
+    assert streamed(events, "text") == (found["content"] or "")
+    assert streamed(events, "reasoning") == found.get("reasoning_content", "")
+    calls = [event for event in events if event["type"] == "tool_call"]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    assert len(calls) == len(found.get("tool_calls", ()))  # type: ignore[arg-type]
+
+
+PARTS = st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", CALL, " ", "\n", "x", "<", "é"])
+
+
+@given(st.lists(PARTS, max_size=8), st.randoms(use_true_random=False))
+def test_pieces_make_no_difference(parts: list[str], random: object) -> None:
+    """Any text, cut anywhere: message and streams are those of the whole text at once."""
+    text = "".join(parts)
+    cuts = sorted(random.randrange(len(text) + 1) for _ in range(4))  # type: ignore[attr-defined]
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole, events = read([text])
+    parted, parted_events = read(pieces)
+    assert parted == whole
+    for kind in ("text", "reasoning"):
+        assert streamed(parted_events, kind) == streamed(events, kind)
+
+
+def test_a_model_without_markers_gives_its_text_unchanged() -> None:
+    """Nothing is held back or trimmed where there is nothing to look for."""
+    message, events = read([" a", "<think>", "\n"], AnswerFormat())
+    assert message["content"] == " a<think>\n"
+    assert [event["text"] for event in events] == [" a", "<think>", "\n"]
+
+
+def test_markers_that_are_control_tokens() -> None:
+    """They come by name, are seen by the parser, and are no text; the same letters in text are no marker."""
+    assert MISTRAL is not None
+    answers, names = AnswerFormat(None, MISTRAL), Names("[TOOL_CALLS]", "[ARGS]", "<x>")
+    pieces = ["Wait ", ("<x>",), ("[TOOL_CALLS]",), "f", ("[ARGS]",), '{"x": 1}']
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    assert read(pieces, answers, names=names)[0] == {"role": "assistant", "content": "Wait", "tool_calls": [call]}
+    text = "[TOOL_CALLS]f[ARGS]{}"
+    assert read([text], answers, names=names)[0]["content"] == text
+    unreadable = read([("[TOOL_CALLS]",), "no call"], answers, names=names)[0]
+    assert unreadable == {"role": "assistant", "content": "no call"}
+
+
+@pytest.mark.parametrize(
+    ("source", "vocabulary", "name"),
+    [
+        ("{{ '<tool_call>' }}{{ tool_call.name }}", {}, "json_tools"),
+        ("[TOOL_CALLS]", {}, "mistral"),
+        ("<tool_call>\n<function=", {}, "qwen3_coder"),
+        ("nothing", {"<|tool_call_start|>": 1, "<|tool_call_end|>": 2}, "pythonic"),
+        ("nothing", {}, None),
+    ],
+)
+def test_the_parser_goes_with_the_template(source: str, vocabulary: dict[str, int], name: str | None) -> None:
+    """mlx-lm's own choice; a model's folder may name another, unless this mlx-lm has no such parser."""
+    dialect = find_dialect(source, vocabulary)
+    assert (dialect and dialect.name) == name
+    named = find_dialect(source, vocabulary, "glm47")
+    assert named is not None
+    assert named.name == "glm47"
+    for unknown in ("of_tomorrow", "../x", "os"):
+        later = find_dialect(source, vocabulary, unknown)
+        assert (later and later.name) == name
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        [],
+        {"name": "", "arguments": {}},
+        {"name": 3, "arguments": {}},
+        {"name": "f", "arguments": [1]},
+        {"name": "f", "arguments": "no json"},
+        {"name": "f", "arguments": {"x": float("inf")}},
+        {"name": "f", "arguments": {"x": "\ud800"}},
+        {"name": "f", "arguments": {"x": object()}},
+        [{"name": "f", "arguments": {}}, 3],
+    ],
+)
+def test_what_a_parser_returns_is_checked(result: object) -> None:
+    """P32: a parser of somebody else's may return anything; no half call reaches a client."""
+    assert ToolDialect("x", "a", "b", lambda body, tools: result).parse("", None) is None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, RecursionError, SyntaxError, AttributeError, MemoryError])
+def test_what_a_parser_raises_is_no_error(error: type[Exception]) -> None:
+    """A call that cannot be read is text."""
+
+    def parser(body: str, tools: object) -> object:
+        raise error
+
+    assert ToolDialect("x", "a", "b", parser).parse("", None) is None
+
+
+def test_reasoning_is_known_by_vocabulary_or_template() -> None:
+    """Both markers must be there; otherwise a template's remark on `<think>` would make a model think."""
+    assert find_reasoning("", Names("<think>", "</think>")) == THINK
+    assert find_reasoning("{% if '</think>' in x %}<think>", Names()) == THINK
+    assert find_reasoning("", Names("<|channel>", "<channel|>")) == ("<|channel>thought", "<channel|>")
+    assert find_reasoning("<think>", Names("</think>")) is None
+    assert THINKS.is_thinking("<|im_start|>assistant\n<think>\n")
+    assert not THINKS.is_thinking("<think>\n\n</think>\n\n")
+    assert not PLAIN.is_thinking("<think>")
