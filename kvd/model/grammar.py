@@ -68,7 +68,7 @@ class GrammarCompiler:
                 while len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(grammar)
-            return TokenMask(matcher.deep_copy(), self._vocab_tokens, parameter)
+            return TokenMask(matcher.deep_copy(), self._tokenizer.vocab_size, parameter)
 
     def _compiled(self, grammar: str, parameter: str) -> Any:  # noqa: ANN401
         from llguidance import LLMatcher
@@ -76,8 +76,11 @@ class GrammarCompiler:
         if self._tokenizer is None:
             self._tokenizer = self._make_tokenizer()
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)
-        if matcher.is_error():
-            raise InvalidParams(f"{parameter} cannot be held to: {_reason(matcher.get_error())}", parameter=parameter)
+        probe = matcher.deep_copy()
+        if not probe.is_error():  # what is too complex at its beginning is refused here, before a prompt is computed
+            probe.compute_bitmask()
+        if probe.is_error():
+            raise InvalidParams(f"{parameter} cannot be held to: {_reason(probe.get_error())}", parameter=parameter)
         return matcher
 
     def _make_tokenizer(self) -> Any:  # noqa: ANN401
@@ -89,9 +92,7 @@ class GrammarCompiler:
                 "the model has no token that ends a turn, so it cannot be held to a form", feature="response_format"
             )
         known = min(self._codec.token_count, self._vocab_tokens)
-        return LLTokenizer(
-            TokenizerWrapper(_Vocabulary(self._codec, known, ends[0])), n_vocab=self._vocab_tokens, eos_token=ends
-        )
+        return LLTokenizer(TokenizerWrapper(_Vocabulary(self._codec, known, ends[0])), eos_token=ends)
 
 
 class _Vocabulary:
@@ -113,14 +114,15 @@ class TokenMask:
 
     Args:
         matcher: at the beginning of the grammar.
-        vocab_tokens: width of the logits.
+        known_tokens: ids that the compiler knows; a model's output may have more rows, which are no tokens.
         parameter: that it was made of, for the error.
     """
 
-    def __init__(self, matcher: Any, vocab_tokens: int, parameter: str) -> None:  # noqa: ANN401
+    def __init__(self, matcher: Any, known_tokens: int, parameter: str) -> None:  # noqa: ANN401
         self._matcher = matcher
         self._parameter = parameter
-        self._bits = np.zeros(((vocab_tokens + 31) // 32) * 4, dtype=np.uint8)
+        self._known_tokens = known_tokens
+        self._bits = np.zeros((known_tokens + 31) // 32 * 4, dtype=np.uint8)
         self._start: int | None = None
         self._taken: list[int] = []
 
@@ -141,8 +143,9 @@ class TokenMask:
         self._move_to(ids[self._start :])
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
-        allowed = np.unpackbits(self._bits, count=len(logits), bitorder="little").view(np.bool_)
-        logits[~allowed] = -np.inf
+        allowed = np.unpackbits(self._bits, count=self._known_tokens, bitorder="little").view(np.bool_)
+        logits[: self._known_tokens][~allowed] = -np.inf
+        logits[self._known_tokens :] = -np.inf
         return logits
 
     def _move_to(self, answer: Sequence[int]) -> None:
