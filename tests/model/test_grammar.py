@@ -241,11 +241,10 @@ def test_schemas_are_bounded(codecs: dict[str, TextCodec], compilers: dict[str, 
     with pytest.raises(InvalidParams, match=rf"of {MAX_SCHEMA_CHARACTERS} at most"):
         answer_grammar(AnswerFormat(), codec, schema={"enum": ["x" * MAX_SCHEMA_CHARACTERS]})
     many = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
-    for schema in (many, {"type": "string", "pattern": "(.*a.{20}|.*b.{20}|.*c.{20})*"}):
-        grammar = answer_grammar(AnswerFormat(), codec, schema=schema)
-        assert grammar is not None
-        with pytest.raises(InvalidParams, match="cannot be held to"):
-            write(codec, compilers["byte-level"].compile(grammar), 0, 20)
+    grammar = answer_grammar(AnswerFormat(), codec, schema=many)
+    assert grammar is not None
+    with pytest.raises(InvalidParams, match="cannot be held to any further"):
+        write(codec, compilers["byte-level"].compile(grammar), 0)
 
 
 def test_compiled_grammars_are_kept_but_not_for_ever(codecs: dict[str, TextCodec]) -> None:

@@ -1,0 +1,265 @@
+"""Answers in a history stand as the model wrote them, so that the next prompt goes on from the agent's own text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from kvd.model.answers import AnswerFormat, AnswerReader
+from kvd.model.recall import HeldText, needs_tokens, recall
+from kvd.model.template import ChatTemplate
+from kvd.model.tokenizer import TextCodec
+from kvd.vm.prefix import Match, StoredText, match
+from kvd.vm.text import Span, TypedText, joined
+from tests.support.chat_templates import TAGGED, THINKING, TURNS_ONLY
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+]
+CALL = '<tool_call>\n{"arguments": {"b":2,   "a": "\\u00e9"}, "name": "weather"}\n</tool_call>'
+"""Otherwise than any template prints it: order, white space and escapes."""
+
+
+class Agent:
+    """What an agent holds after turns that a model of given answers had."""
+
+    def __init__(self, template: ChatTemplate, codec: TextCodec) -> None:
+        self.template, self.codec = template, codec
+        self.ids: list[int] = []
+        self.lengths: list[int] = []
+        self.text = TypedText(b"", ())
+
+    @property
+    def held(self) -> HeldText:
+        """For recall."""
+        return HeldText(self.text, tuple(self.ids), tuple(self.lengths))
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> TypedText:
+        """The next prompt."""
+        found = recall(messages, [self.held], self.template.answers, self.codec)
+        return self.template.render(messages, recalled=found, **options)
+
+    def turn(self, messages: list[dict[str, Any]], answer: Sequence[str | int], **options: Any) -> dict[str, Any]:
+        """Match, go on, answer (ids are control tokens); the message that a client gets."""
+        prompt = self.prompt(messages, **options)
+        matched = self.match(prompt)
+        assert matched.kind in ("new", "extend"), matched
+        rest = prompt.data[len(self.text.data) :]
+        ids, lengths = self.codec.encode_typed(TypedText(rest, (Span("control", len(rest)),)))
+        opening = prompt.data[-prompt.spans[-1].text_bytes :].decode()
+        reader = AnswerReader(
+            self.template.answers, self.codec, opening=opening, reads_calls=bool(options.get("tools"))
+        )
+        made: list[int] = []
+        for piece in answer:
+            if isinstance(piece, str):
+                made += self.codec.encode_content(piece)
+                reader.feed(piece)
+            else:
+                made.append(piece)
+                reader.feed_control(self.codec.token_bytes(piece).decode())
+        reader.end()
+        data, made_lengths = self.codec.surface(made)
+        self.ids += [*ids, *made]
+        self.lengths += [*lengths, *made_lengths]
+        self.text = joined(prompt, TypedText(data, (Span("generated", len(data)),)))
+        return reader.answer.message()
+
+    def match(self, prompt: TypedText) -> Match:
+        """How a prompt compares with what is held."""
+        return match(StoredText.of(self.text, self.lengths, len(self.ids)), prompt)
+
+
+@pytest.fixture
+def make_agent(tiny_codec: TextCodec) -> Any:
+    """Agents of a template."""
+    return lambda source: Agent(ChatTemplate(source, tiny_codec), tiny_codec)
+
+
+def user(text: str) -> dict[str, Any]:
+    """A user's message."""
+    return {"role": "user", "content": text}
+
+
+def result_of(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """What a tool gave back for a message's first call."""
+    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": text}
+
+
+def as_clients_send(message: Mapping[str, Any], how: str) -> dict[str, Any]:
+    """The message as a client may send it back."""
+    sent = json.loads(json.dumps(message))
+    if how == "without reasoning":
+        sent.pop("reasoning_content", None)
+    if how == "trimmed":
+        sent["content"] = (sent["content"] or "").strip()
+    if how == "in parts":
+        sent["content"] = [{"type": "text", "text": sent["content"] or ""}]
+    for call in sent.get("tool_calls", ()) if how == "printed anew" else ():
+        arguments = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=2)
+        call["id"] = "another"
+    return sent
+
+
+@pytest.mark.parametrize("how", ["as it is", "without reasoning", "trimmed", "in parts", "printed anew"])
+@pytest.mark.parametrize("source", [THINKING, TAGGED, TURNS_ONLY], ids=["thinking", "tagged", "turns only"])
+def test_every_turn_extends(make_agent: Any, source: str, how: str) -> None:
+    """P13, P16, P17: five turns of calls, results, reasoning and odd spaces, each an extension of all that is held.
+
+    The templates drop reasoning from history, trim contents and print arguments their own way, or know no tools.
+    """
+    agent = make_agent(source)
+    thinks = agent.template.answers.reasoning is not None
+    reasoning = "<think>\nI need\n the weather.\n</think>\n\n" if thinks else ""
+    messages = [{"role": "system", "content": "Be brief."}, user("Weather?")]
+    for number, answer in enumerate(
+        [f"{reasoning}{CALL}", "  It rains.\n\n", f"{reasoning}Look: {CALL}", "Dry. <b>\n"]
+    ):
+        message = agent.turn(messages, [answer], tools=TOOLS)
+        assert bool(message.get("tool_calls")) == (CALL in answer)
+        assert bool(message.get("reasoning_content")) == ("<think>" in answer)
+        messages.append(as_clients_send(message, how))
+        messages.append(result_of(messages[-1], "12 °C") if message.get("tool_calls") else user(f"And {number}?"))
+        matched = agent.match(agent.prompt(messages, tools=TOOLS))
+        assert (matched.kind, matched.keep_tokens) == ("extend", len(agent.ids))
+
+
+def test_a_template_that_opens_reasoning_or_leaves_it_out(make_agent: Any) -> None:
+    """P17: `enable_thinking` changes what an answer begins behind; the history keeps what was there."""
+    agent = make_agent(THINKING)
+    assert agent.template.variables == ("enable_thinking",)
+    messages = [user("a")]
+    for thinks, answer in ((False, "Yes."), (True, "<think>\nhm</think>No."), (False, "Yes."), (True, "No.")):
+        message = agent.turn(messages, [answer], variables={"enable_thinking": thinks})
+        messages += [{**message}, user("more")]
+        for later in (True, False):
+            matched = agent.match(agent.prompt(messages, variables={"enable_thinking": later}))
+            assert (matched.kind, matched.keep_tokens) == ("extend", len(agent.ids))
+    assert agent.text.data.count(b"<think>\n\n</think>\n\n") == 2
+
+
+def test_other_answers_are_the_templates(make_agent: Any) -> None:
+    """What differs in meaning is another answer: it is rendered as given, and the match ends where it differs."""
+    agent = make_agent(THINKING)
+    messages = [user("Weather?")]
+    message = agent.turn(messages, [f"<think>x</think>{CALL}"], tools=TOOLS)
+    call = message["tool_calls"][0]
+    others = (
+        {**message, "content": "I call."},
+        {**message, "reasoning_content": "y"},
+        {**message, "tool_calls": [{**call, "function": {"name": "weather", "arguments": '{"a": "é", "b": 3}'}}]},
+        {**message, "tool_calls": [{**call, "function": {**call["function"], "name": "climate"}}]},
+        {**message, "tool_calls": [call, call]},
+        {"role": "assistant", "content": "no call"},
+        {"role": "user", "content": message["content"], "tool_calls": message["tool_calls"]},
+    )
+    for other in others:
+        matched = agent.match(agent.prompt([*messages, other, user("b")], tools=TOOLS))
+        assert matched.kind == "diverge", other
+    changed = agent.match(agent.prompt([user("Other?"), message, user("b")], tools=TOOLS))
+    assert changed.kind == "diverge"
+    assert changed.matched_bytes < agent.text.data.index(b"Weather?") + 1
+
+
+def test_markers_that_are_control_tokens_are_recalled_from_ids(make_agent: Any, tiny_codec: TextCodec) -> None:
+    """A marker that surfaces as nothing is in no text, but among the ids: the answer is found all the same."""
+    agent = make_agent(TURNS_ONLY)
+    agent.template.__dict__["answers"] = AnswerFormat(("<|endoftext|>", "<|endoftext|>"))
+    mark = tiny_codec.id_of("<|endoftext|>")
+    assert mark is not None
+    assert needs_tokens(agent.template.answers, tiny_codec)
+    messages = [user("Weather?")]
+    message = agent.turn(messages, [mark, "hm", mark, " Yes."])
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    matched = agent.match(agent.prompt([*messages, message, user("b")]))
+    assert (matched.kind, matched.keep_tokens) == ("extend", len(agent.ids))
+    without_ids = recall([*messages, message], [HeldText(agent.text)], agent.template.answers, tiny_codec)
+    assert without_ids == {}
+
+
+def test_the_branch_that_has_most_is_recalled(make_agent: Any) -> None:
+    """An agent goes back to an abandoned branch: its answers are those of that branch."""
+    agent = make_agent(THINKING)
+    first = agent.turn([user("a")], ["<think>x</think>One."])
+    messages = [user("a"), first, user("b")]
+    second = agent.turn(messages, ["<think>z</think>Two."])
+    other = make_agent(THINKING)
+    other.turn([user("a")], ["<think>other</think>One."])
+    history = [*messages, second, user("c")]
+    for held in ([other.held, agent.held], [agent.held, other.held]):
+        found = recall(history, held, agent.template.answers, agent.codec)
+        assert [found[index].text for index in sorted(found)] == ["<think>x</think>One.", "<think>z</think>Two."]
+    assert recall(history, [], agent.template.answers, agent.codec) == {}
+
+
+def test_a_template_that_wants_to_see_calls_sees_them(make_agent: Any) -> None:
+    """One that refuses a result without a call before it gets the call, and the match ends honestly at it."""
+    source = "{% if messages[-1].role == 'tool' and not messages[-2].tool_calls %}{{ raise_exception('x') }}{% endif %}"
+    agent = make_agent(source + TAGGED)
+    message = agent.turn([user("a")], [CALL], tools=TOOLS)
+    prompt = agent.prompt([user("a"), message, result_of(message, "12")], tools=TOOLS)
+    assert b'"a": "\xc3\xa9"' in prompt.data
+    assert agent.match(prompt).kind == "diverge"
+
+
+def test_tools_for_a_template_that_knows_none(make_agent: Any) -> None:
+    """They are told in the system message, a result is a user's message, and nothing of it is control text."""
+    agent = make_agent(TURNS_ONLY)
+    assert not agent.template.supports_tools
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}],
+    }
+    results = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+    typed = agent.template.render([user("a"), called, *results, user("b")], tools=TOOLS)
+    text = typed.data.decode()
+    assert text.startswith("<|im_start|>system\nYou may call")
+    assert json.dumps(TOOLS[0]) in text
+    assert 'assistant\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>' in text
+    one = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\n\nb"
+    assert f"user\n{one}<|im_end|>" in text
+    control = "".join(
+        text[at : at + span.text_bytes]
+        for at, span in zip(_starts(typed), typed.spans, strict=True)
+        if span.kind == "control"
+    )
+    assert "tool" not in control
+    with_system = agent.template.render([{"role": "system", "content": "Brief."}, user("a")], tools=TOOLS)
+    assert with_system.data.startswith(b"<|im_start|>system\nBrief.\n\nYou may call")
+    no_system = make_agent(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    ).template.render([user("a")], tools=TOOLS)
+    assert no_system.data.startswith(b"<|im_start|>user\nYou may call")
+    assert no_system.data.endswith(b"\n\na<|im_end|>\n")
+
+
+def _starts(typed: TypedText) -> list[int]:
+    ends, at = [], 0
+    for span in typed.spans:
+        ends.append(at)
+        at += span.text_bytes
+    return ends
+
+
+def test_a_developer_is_the_system_where_a_template_knows_no_other(make_agent: Any) -> None:
+    """The newer name of the role; a template that prints roles itself gets it as it is."""
+    developer = [{"role": "developer", "content": "Brief."}, user("a")]
+    assert b"<|im_start|>system\nBrief." in make_agent(TURNS_ONLY).template.render(developer).data
+    own = make_agent("{# developer #}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}").template
+    assert own.render(developer).data == b"developer:Brief.;user:a;"
+
+
+def test_results_get_the_name_of_their_function(make_agent: Any) -> None:
+    """Some templates print it, most clients leave it out."""
+    source = (
+        "{{ tools }}{% for m in messages %}{% if m.role == 'tool' %}{{ m.name }}={{ m.content }}{% endif %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1"}]
+    assert make_agent(source).template.render([*messages[:1], {**messages[1], "content": "x"}]).data == b"Nonef=x"
