@@ -179,11 +179,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def answers(self) -> AnswerFormat:
-        """How the model marks the parts of an answer. The first use imports mlx_lm: not for the event loop."""
-        dialect = find_dialect(self._tool_source, self._codec.vocabulary, self._tool_parser)
-        if dialect is None or not self.supports_tools:
-            dialect = plain_dialect()
-        return AnswerFormat(find_reasoning(self._tool_source, self._codec), dialect)
+        """How the model marks the parts of an answer. The first use may import a parser: not for the event loop."""
+        dialect = None
+        if self.supports_tools:
+            dialect = find_dialect(self._tool_source, self._codec.vocabulary, self._tool_parser)
+        return AnswerFormat(find_reasoning(self._tool_source, self._codec), dialect or plain_dialect())
 
     def render(
         self,

@@ -1,24 +1,26 @@
 """How a model writes tool calls: the parsers of mlx-lm behind one type, and one of our own for models without any.
 
-Theory of operation. mlx-lm knows which of its parsers goes with a chat template or a vocabulary; that choice is asked
-for with a stand-in for its tokenizer, so that no second tokenizer is loaded. A model for which it knows none is shown
-its tools as text (`kvd.model.plain_tools`) and answers in the *plain* dialect: JSON between `<tool_call>` and
-`</tool_call>`, one object or a list of them.
+Theory of operation. Which of mlx-lm's parsers goes with a model is seen by what its template writes, or by the control
+tokens of its vocabulary; the table here says the same as mlx-lm's own choice, which cannot be asked without importing
+all of it (`kvd.model.mlx_lm_door`). A model for which there is none is shown its tools as text
+(`kvd.model.plain_tools`) and answers in the *plain* dialect: JSON between `<tool_call>` and `</tool_call>`, one object
+or a list of them.
 
 What a parser returns is checked here, whatever it did: names are text, arguments are objects that JSON can hold. A
 call that cannot be read is no error: it is text, and the client sees it as such.
 
-May import mlx_lm, inside functions only.
+May import this package; mlx_lm inside functions only.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Final
+
+from kvd.model import mlx_lm_door
 
 PLAIN: Final = "plain"
 """Name of kvd's own dialect."""
@@ -28,6 +30,29 @@ PLAIN_END: Final = "</tool_call>"
 
 MAX_CALL_CHARACTERS: Final = 1_000_000
 """A longer call is text: parsers take several times their input in memory, and some of them more than linear time."""
+
+_BY_TEMPLATE: Final = (
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("function_gemma", ("<start_function_call>",)),
+    ("longcat", ("<longcat_tool_call>",)),
+    ("glm47", ("<arg_key>",)),
+    ("pythonic", ("<|tool_list_start|>",)),
+    ("pythonic", ("<|tool_call_start|>",)),
+    ("qwen3_coder", ("<tool_call>\\n<function=",)),
+    ("qwen3_coder", ("<tool_call>\n<function=",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minicpm5", ('<function name="', '<param name="')),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("muse_spark", ("<atem:function_calls>",)),
+    ("json_tools", ("<tool_call>", "tool_call.name")),
+)
+"""Parsers and what is in the templates that they go with; the first row that fits counts."""
+
+_BY_VOCABULARY: Final = (
+    ("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")),
+    ("pythonic", ("<|tool_call_start|>", "<|tool_call_end|>")),
+)
 
 _PARSER_ERRORS: Final = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
@@ -97,17 +122,20 @@ def find_dialect(source: str, vocabulary: Mapping[str, int], named: str | None =
     Returns:
         None when mlx-lm knows none.
     """
-    from mlx_lm import tokenizer_utils
-
-    stand_in = SimpleNamespace(chat_template=source, get_vocab=lambda: vocabulary)
-    for name in (named, tokenizer_utils._infer_tool_parser(stand_in)):
-        if isinstance(name, str) and name.isidentifier():
+    mlx_lm_door.prepare()
+    for name in (named, _chosen(_BY_TEMPLATE, source) or _chosen(_BY_VOCABULARY, vocabulary)):
+        if name is not None and name.isidentifier():
             try:
                 module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
             except ImportError:  # of a later mlx-lm
                 continue
             return ToolDialect(name, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
     return None
+
+
+def _chosen(table: Sequence[tuple[str, Sequence[str]]], given: Container[str]) -> str | None:
+    """The first parser of a table all of whose signs are there."""
+    return next((name for name, signs in table if all(sign in given for sign in signs)), None)
 
 
 def plain_dialect() -> ToolDialect:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.model.answers import AnswerFormat, AnswerReader, find_reasoning
-from kvd.model.tool_calls import ToolDialect, find_dialect, plain_dialect
+from kvd.model.tool_calls import _BY_TEMPLATE, _BY_VOCABULARY, ToolDialect, find_dialect, plain_dialect
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<a> \\u00e9", "n": 1}}\n</tool_call>'
 THINK = ("<think>", "</think>")
@@ -149,26 +150,34 @@ def test_markers_that_are_control_tokens() -> None:
     assert unreadable == {"role": "assistant", "content": "no call"}
 
 
-@pytest.mark.parametrize(
-    ("source", "vocabulary", "name"),
-    [
-        ("{{ '<tool_call>' }}{{ tool_call.name }}", {}, "json_tools"),
-        ("[TOOL_CALLS]", {}, "mistral"),
-        ("<tool_call>\n<function=", {}, "qwen3_coder"),
-        ("nothing", {"<|tool_call_start|>": 1, "<|tool_call_end|>": 2}, "pythonic"),
-        ("nothing", {}, None),
-    ],
+SIGNS = (
+    *(sign for _, signs in (*_BY_TEMPLATE, *_BY_VOCABULARY) for sign in signs),
+    *("", "<tool_call>", "<function=", "tool_call", "</tool_call>"),
 )
-def test_the_parser_goes_with_the_template(source: str, vocabulary: dict[str, int], name: str | None) -> None:
-    """mlx-lm's own choice; a model's folder may name another, unless this mlx-lm has no such parser."""
-    dialect = find_dialect(source, vocabulary)
-    assert (dialect and dialect.name) == name
-    named = find_dialect(source, vocabulary, "glm47")
-    assert named is not None
-    assert named.name == "glm47"
-    for unknown in ("of_tomorrow", "../x", "os"):
-        later = find_dialect(source, vocabulary, unknown)
-        assert (later and later.name) == name
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_the_parser_goes_with_the_template_as_mlx_lm_says(sign: str) -> None:
+    """The table is mlx-lm's own choice, for each sign by itself and beside others, in template and vocabulary."""
+    from mlx_lm.tokenizer_utils import _infer_tool_parser
+
+    for other in SIGNS:
+        source, words = f"{sign} {other}", [sign, other, "<|close|>", "<|sep|>", "<|end_of_msg|>"]
+        for template, vocabulary in ((source, {}), ("", {word: i for i, word in enumerate(words)})):
+            stand_in = SimpleNamespace(chat_template=template, get_vocab=lambda vocabulary=vocabulary: vocabulary)
+            dialect = find_dialect(template, vocabulary)
+            assert (dialect and dialect.name) == _infer_tool_parser(stand_in)
+
+
+def test_a_folder_may_name_its_parser() -> None:
+    """`tool_parser_type` wins, unless this mlx-lm has no such parser: then the template decides."""
+    for source, otherwise in (("[TOOL_CALLS]", "mistral"), ("", None)):
+        named = find_dialect(source, {}, "glm47")
+        assert named is not None
+        assert named.name == "glm47"
+        for unknown in ("of_tomorrow", "../x", "os", ""):
+            later = find_dialect(source, {}, unknown)
+            assert (later and later.name) == otherwise
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,7 @@ class World:
         on_step: Callable[[TurnState], None] | None = None,
         on_context_full: OnContextFull = "error",
         logprobs: int | None = None,
+        tells_control: bool = False,
         **sampling: Any,
     ) -> Outcome:
         """Run one turn; `cancel_after` counts resumptions, at which the request is cancelled."""
@@ -301,6 +302,7 @@ class World:
             logprobs=logprobs,
             stop=stop,
             hooks=hooks,
+            tells_control=tells_control,
             on_context_full=on_context_full,
             emit=lambda event: outcome.events.append(dict(event)),
         )
