@@ -23,6 +23,7 @@ from kvd.model.loader import LoadedModel, load
 from kvd.model.probes import probes_for
 from kvd.model.registry import resolve
 from kvd.model.spec import CacheGroup, ModelCacheSpec
+from kvd.model.template import ChatTemplate
 from kvd.ops.device import Clamped, clamp_budget, clamp_quota, device_facts, device_limit
 from kvd.quant.spec import PAGE_TOKENS, PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
@@ -254,6 +255,7 @@ class Assembly:
             "chunk_tokens": core.chunk_tokens,
             "max_batch": core.default_batch if self._settings.max_batch == "auto" else self._settings.max_batch,
             "data_dir": str(self._settings.data_dir),
+            "chat": _chat_facts(core.loaded.template),
             "notices": list(self._notices),
             "groups": [
                 {
@@ -267,6 +269,19 @@ class Assembly:
                 for g in spec.groups
             ],
         }
+
+
+def _chat_facts(template: ChatTemplate | None) -> dict[str, object] | None:
+    """What `chat` can do with the model; None where it can do nothing."""
+    if template is None:
+        return None
+    answers = template.answers
+    return {
+        "tools": "template" if template.supports_tools else "text",
+        "tool_form": answers.tools.name if answers.tools is not None else None,
+        "reasoning": list(answers.reasoning or ()),
+        "switches": list(template.variables),
+    }
 
 
 def _default_batch(core: EngineCore) -> int:

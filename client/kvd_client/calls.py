@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
         on_context_full: when prompt and `max_tokens` exceed the model's context: refuse ("error"), or "stop" there.
         priority: "background" starts when nothing "interactive" waits ("interactive").
         timeout_s: the daemon cancels the call so many seconds after it came, and keeps what it computed (None: never).
+        response_format: the form of the new text: `{"type": "json_object"}`, or `{"type": "json_schema",
+            "json_schema": {"schema": ...}}` (None: any).
     """
 
     max_tokens: int
@@ -58,13 +60,23 @@ class Options(TypedDict, total=False):
     on_context_full: Literal["error", "stop"]
     priority: Literal["interactive", "background"]
     timeout_s: float | None
+    response_format: Mapping[str, Any] | None
 
 
 class ChatOptions(Options, total=False):
-    """`Options`, the tools the model may call, and the form of the answer."""
+    """`Options`, and the tools the model may call.
+
+    Attributes:
+        tools: functions, `{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`.
+        tool_choice: "auto", "none", "required", or the one that must be called ("auto").
+        parallel_tool_calls: several calls in one answer are allowed (True).
+        chat_template_kwargs: switches of the model's template, such as `enable_thinking` ({}).
+    """
 
     tools: Sequence[Mapping[str, Any]] | None
-    response_format: Mapping[str, Any] | None
+    tool_choice: Literal["auto", "none", "required"] | Mapping[str, Any]
+    parallel_tool_calls: bool
+    chat_template_kwargs: Mapping[str, Any]
 
 
 class InjectOptions(TypedDict, total=False):

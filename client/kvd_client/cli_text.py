@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import click
 
@@ -29,7 +29,9 @@ from kvd_client.client import GenerateStream
 from kvd_client.errors import KvdClientError
 from kvd_client.logprobs import TokenLogprob
 from kvd_client.results import GenerateResult, InjectResult
-from kvd_client.stream import Text
+from kvd_client.stream import Reasoning, StreamEvent, Text, ToolCall
+
+T = TypeVar("T")
 
 END_FIELDS = (
     "text",
@@ -44,7 +46,7 @@ END_FIELDS = (
     "agent",
     "context_full",
 )
-"""What `generate --json` and `chat --json` print, in this order; with `--logprobs`, `logprobs` comes last."""
+"""What `generate --json` and `chat --json` print, in this order; then `message` of `chat`, then `logprobs`."""
 
 
 def sampling_options(command: F) -> F:
@@ -79,6 +81,13 @@ def sampling_options(command: F) -> F:
             "--priority",
             type=click.Choice(["interactive", "background"]),
             help="Background starts when nothing interactive waits [default: interactive].",
+        ),
+        click.option(
+            "--response-format",
+            metavar="FILE",
+            type=click.Path(exists=True, dir_okay=False),
+            help='JSON: the form of the answer, {"type": "json_object"} or {"type": "json_schema", '
+            '"json_schema": {"schema": ...}}.',
         ),
         click.option("--max-tokens", type=click.IntRange(0), help="Most new tokens [default: 256]."),
     )
@@ -133,6 +142,21 @@ def _read_stdin() -> bytes:
         raise SystemExit(EXIT_INTERRUPTED) from None
 
 
+def read_json(file: str, kind: type[T], words: str) -> T:
+    """What a file of JSON holds.
+
+    Raises:
+        click.UsageError: it is not JSON, or not what it must hold.
+    """
+    try:
+        loaded = json.loads(Path(file).read_bytes())
+    except ValueError as error:
+        raise click.UsageError(f"{file} is not JSON: {error}") from error
+    if not isinstance(loaded, kind):
+        raise click.UsageError(f"{file} must hold {words}")
+    return loaded
+
+
 def read_messages(messages: tuple[str, ...], system: str | None, file: str | None) -> list[dict[str, Any]]:
     """The conversation: the system text, the messages of the file, then one user message for each --message.
 
@@ -141,12 +165,10 @@ def read_messages(messages: tuple[str, ...], system: str | None, file: str | Non
     """
     found: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     if file is not None:
-        try:
-            loaded = json.loads(Path(file).read_bytes())
-        except ValueError as error:
-            raise click.UsageError(f"{file} is not JSON: {error}") from error
-        if not isinstance(loaded, list) or not all(isinstance(one, dict) and "role" in one for one in loaded):
-            raise click.UsageError(f'{file} must hold a list of messages, each {{"role": ..., "content": ...}}')
+        wanted = 'a list of messages, each {"role": ..., "content": ...}'
+        loaded = read_json(file, list, wanted)
+        if not all(isinstance(one, dict) and "role" in one for one in loaded):
+            raise click.UsageError(f"{file} must hold {wanted}")
         found += loaded
     elif not messages:
         raise click.UsageError("give at least one --message or a --messages-file")
@@ -160,26 +182,57 @@ def run_stream(session: Session, begin: Callable[[], GenerateStream], *, no_stre
         with waiting(as_json=session.json) as news, begin() as stream:
             for event in stream:
                 news.see(event)
-                if isinstance(event, Text) and not session.json and not no_stream:
-                    shown = event.text or shown  # first: Ctrl-C may come between the two
-                    write_text(event.text)
+                if not session.json and not no_stream:
+                    shown = show(event, shown)
             result = stream.result
     except (KvdClientError, KeyboardInterrupt):  # their line on stderr must not go on where the text stopped
         _end_line(shown)
         raise
     if session.json:
         end = {name: getattr(result, name) for name in END_FIELDS}
+        if result.message is not None:
+            end["message"] = result.message
         if result.logprobs is not None:
             end["logprobs"] = [each.plain() for each in result.logprobs]
         print_json(end)
         return
     if no_stream:
-        write_text(result.text)
-        shown = result.text
+        shown = answer_text(result)
+        write_text(shown)
     _end_line(shown)
     click.echo(summary(result), err=True)
     for each in result.logprobs or ():
         click.echo(logprob_line(each), err=True)
+
+
+def show(event: StreamEvent, shown: str) -> str:
+    """Print what an event says of the answer; what was printed last, `shown` before it."""
+    if isinstance(event, Text):
+        shown = event.text or shown
+        write_text(event.text)
+    elif isinstance(event, Reasoning):
+        click.echo(event.text, err=True, nl=False)
+    elif isinstance(event, ToolCall):
+        if shown and not shown.endswith("\n"):
+            write_text("\n")
+        shown = call_line(str(event.data.get("name")), str(event.data.get("arguments")))
+        write_text(shown)
+    return shown
+
+
+def call_line(name: str, arguments: str) -> str:
+    """A call of a tool, for people."""
+    return f"{name}({arguments})\n"
+
+
+def answer_text(result: GenerateResult) -> str:
+    """All that is printed of an answer."""
+    if result.message is None:
+        return result.text
+    text = result.message.get("content") or ""
+    calls = [call["function"] for call in result.message.get("tool_calls") or ()]
+    lines = "".join(call_line(call["name"], call["arguments"]) for call in calls)
+    return f"{text}\n{lines}" if text and lines and not text.endswith("\n") else text + lines
 
 
 def logprob_line(token: TokenLogprob) -> str:
@@ -207,7 +260,9 @@ def summary(result: GenerateResult) -> str:
 
 
 def _options(given: dict[str, Any]) -> Options:
-    """Sampling options that were given; `stop` is many."""
+    """Options that were given; `stop` is many, `response_format` a file."""
+    if given.get("response_format") is not None:
+        given["response_format"] = read_json(given["response_format"], dict, 'a map such as {"type": "json_object"}')
     chosen = {key: value for key, value in given.items() if value is not None and value != ()}
     return cast(Options, chosen)
 
@@ -249,6 +304,25 @@ def generate(
     type=click.Path(exists=True, dir_okay=False),
     help="JSON list of the conversation so far, before --message.",
 )
+@click.option(
+    "--tools",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help='JSON list of functions the model may call: {"type": "function", "function": {"name": ..., ...}}.',
+)
+@click.option(
+    "--tool-choice",
+    metavar="auto|none|required|NAME",
+    help="Whether the model may, must not or must call, or the function that it must call [default: auto].",
+)
+@click.option("--one-tool-call", is_flag=True, help="At most one call in an answer.")
+@click.option(
+    "--template-option",
+    "template_options",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="A switch of the model's template, such as enable_thinking=false; may be repeated.",
+)
 @sampling_options
 @with_session
 def chat(
@@ -258,19 +332,45 @@ def chat(
     messages: tuple[str, ...],
     system: str | None,
     messages_file: str | None,
+    tools: str | None,
+    tool_choice: str | None,
+    one_tool_call: bool,
+    template_options: tuple[str, ...],
     no_stream: bool,
     **sampling: Any,  # noqa: ANN401  (click's parameters)
 ) -> None:
     """Answer the last message of AGENT's conversation.
 
     The conversation is whole each time: the system message, what --messages-file holds, then each --message as a user
-    message. Output is as of `generate`.
+    message. Output is as of `generate`; a call of a tool is printed as NAME(ARGUMENTS), reasoning on stderr. With
+    --json, `message` is the answer as the conversation's next message.
 
     Example: kvd-client chat alice --system "Be brief." --message "What is a page table?"
     """
     conversation = read_messages(messages, system, messages_file)
-    options = cast(ChatOptions, _options({**sampling, "stream": not no_stream}))
+    given = {**sampling, "stream": not no_stream}
+    if tools is not None:
+        given["tools"] = read_json(tools, list, "a list of functions")
+    if tool_choice is not None:
+        is_rule = tool_choice in ("auto", "none", "required")
+        given["tool_choice"] = tool_choice if is_rule else {"type": "function", "function": {"name": tool_choice}}
+    if one_tool_call:
+        given["parallel_tool_calls"] = False
+    if template_options:
+        given["chat_template_kwargs"] = dict(map(_switch, template_options))
+    options = cast(ChatOptions, _options(given))
     run_stream(session, lambda: session.client.chat_stream(agent, conversation, **options), no_stream=no_stream)
+
+
+def _switch(text: str) -> tuple[str, object]:
+    """Name and value of a template's switch; a value that is no JSON is text."""
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise click.UsageError(f"--template-option takes NAME=VALUE, not {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @click.command()

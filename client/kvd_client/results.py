@@ -31,7 +31,7 @@ class GenerateResult:
 
     Attributes:
         text: the new text only.
-        finish_reason: `stop` or `length`; later daemons may have more.
+        finish_reason: `stop`, `length`, or of `chat` `tool_calls`; later daemons may have more.
         prompt_tokens: tokens of the prompt.
         cached_tokens: of these, tokens whose KV was computed before and reused.
         completion_tokens: new tokens.
@@ -43,6 +43,8 @@ class GenerateResult:
         agent: whose turn it was.
         context_full: the model's context ended the text before `max_tokens` did (with `on_context_full` `stop`).
         logprobs: of each of the `completion_tokens`, in order; None when the call did not ask for them.
+        message: of `chat`, the answer as a message to append to the conversation: `role`, `content`, and if there are
+            any `reasoning_content` and `tool_calls`. None for `generate`.
         server: every other field the daemon sent.
     """
 
@@ -59,6 +61,7 @@ class GenerateResult:
     agent: str = ""
     context_full: bool = False
     logprobs: tuple[TokenLogprob, ...] | None = None
+    message: Mapping[str, Any] | None = None
     server: Mapping[str, Any] = field(default_factory=dict)
 
 

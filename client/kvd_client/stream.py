@@ -100,7 +100,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The model calls a tool; `data` is the event as sent (`id`, `name`, `arguments`)."""
+    """The model calls a tool; `data` is the event as sent (`index`, `id`, `name`, `arguments`)."""
 
     type: ClassVar[str] = "tool_call"
     data: Mapping[str, object] = field(default_factory=dict)

@@ -1,13 +1,14 @@
 """Runs requests: a pure queue, turns and jobs as generators, one engine thread, and the service in front of it.
 
 `admission` refuses what can never fit, `agents` holds agents, branches and what their logs lack, `answering` requests
-from arrival to answer, `batch_size` the default of `--max-batch`, `commit` makes changes durable, `core` holds the
+from arrival to answer, `batch_size` the default of `--max-batch`, `chat` a chat call between its parameters
+(`chat_params`) and its turn, `commit` makes changes durable, `core` holds the
 engine's parts and cuts and forks branches, `engine` is the thread, `errors` the service's errors,
 `exporting` and `importing` move an agent to a file and back in steps of `file_steps`, `generation`
 computes and samples, `inbox` shares the engine's time between requests and look-ups, `iterations` chooses what the
 model computes next, `jobs` are the control operations, `logprobs` tells clients what tokens were likely, `memory`
 carries out the pager's instructions, `messages` are what reaches the engine, `paging` has pages loaded ahead for whom
-`prediction` expects and feeds `thrashing`, which slows admission down, `params` checks RPC parameters, `places` tells
+`prediction` expects and feeds `thrashing`, which slows admission down, `params` checks RPC parameters (`plain_values`: of what JSON can hold), `places` tells
 waiting requests where they stand, `registry` finds agents, `requests` is what goes in and out, `residence` what a turn
 holds and gives back when preempted, `reserving` says who may be in RAM at once, `restore` brings recovered agents
 back, `sampling` chooses tokens, `service` has the RPC methods, `sharing` finds pages of the

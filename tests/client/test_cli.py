@@ -166,6 +166,34 @@ def test_chat_sends_the_whole_conversation(service: FakeService, tmp_path: Path)
     assert "list of messages" in run("chat", "alice", "--messages-file", str(file), code=2).stderr
 
 
+def test_chat_with_tools(service: FakeService, tmp_path: Path) -> None:
+    """Files of JSON go as they are; a name is a function that must be called; calls and reasoning are shown."""
+    tools, form = tmp_path / "tools.json", tmp_path / "form.json"
+    tools.write_text(json.dumps([{"type": "function", "function": {"name": "f"}}]))
+    form.write_text('{"type": "json_object"}')
+    asked = ["chat", "calls", "--message", "x", "--tools", str(tools)]
+    options = ["--tool-choice", "f", "--one-tool-call", "--template-option", "a=false", "--template-option", "b=c"]
+    end = printed(run(*asked, *options, "--response-format", str(form), "--json"))
+    assert list(end) == [*END_FIELDS, "message"]
+    assert end["message"]["tool_calls"][0]["function"]["name"] == "f"
+    sent = service.calls[0][1]
+    assert sent["tools"] == json.loads(tools.read_text())
+    assert sent["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert sent["parallel_tool_calls"] is False
+    assert sent["chat_template_kwargs"] == {"a": False, "b": "c"}
+    assert sent["response_format"] == {"type": "json_object"}
+    for more in ([], ["--no-stream"]):
+        shown = run(*asked, "--tool-choice", "none", *more)
+        assert shown.stdout == 'Wait.\nf({"x": 1})\n'
+        assert ("hm" in shown.stderr) is not bool(more)
+    assert service.calls[-1][1]["tool_choice"] == "none"
+    tools.write_text("{}")
+    assert "must hold a list of functions" in run(*asked, code=2).stderr
+    tools.write_text("[")
+    assert "is not JSON" in run(*asked, code=2).stderr
+    assert "NAME=VALUE" in run("chat", "a", "--message", "x", "--template-option", "a", code=2).stderr
+
+
 def test_facts_as_json_and_for_people(service: FakeService) -> None:
     """Every command that prints facts prints them as JSON with --json, and readably without."""
     assert [row["agent"] for row in printed(run("agents", "--json"))] == ["a", "b"]

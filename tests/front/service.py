@@ -95,7 +95,19 @@ class FakeService:
 
     async def do_chat(self, params: Mapping[str, Any], context: CallContext) -> object:
         text = "".join(message["content"] for message in params["messages"])
+        if params["agent"] == "calls":
+            return self.calls_a_tool(context)
         return await self.do_generate({**params, "text": text}, context)
+
+    def calls_a_tool(self, context: CallContext) -> object:
+        function = {"name": "f", "arguments": '{"x": 1}'}
+        context.emit({"type": "first_token"})
+        context.emit({"type": "reasoning", "text": "hm"})
+        context.emit({"type": "text", "text": "Wait."})
+        context.emit({"type": "tool_call", "index": 0, "id": "1", **function})
+        call = {"id": "1", "type": "function", "function": function}
+        message = {"role": "assistant", "content": "Wait.", "reasoning_content": "hm", "tool_calls": [call]}
+        return {"text": "raw", "finish_reason": "tool_calls", "agent": "calls", "durable": True, "message": message}
 
     async def until_cancelled(self, agent: str, context: CallContext, *, emit: bool) -> object:
         stopped = asyncio.get_running_loop().create_future()
