@@ -43,8 +43,6 @@ class GenerateResult:
         agent: whose turn it was.
         context_full: the model's context ended the text before `max_tokens` did (with `on_context_full` `stop`).
         logprobs: of each of the `completion_tokens`, in order; None when the call did not ask for them.
-        message: of `chat`, the answer as a message to append to the conversation: `role`, `content`, and if there are
-            any `reasoning_content` and `tool_calls`. None for `generate`.
         server: every other field the daemon sent.
     """
 
@@ -61,8 +59,17 @@ class GenerateResult:
     agent: str = ""
     context_full: bool = False
     logprobs: tuple[TokenLogprob, ...] | None = None
-    message: Mapping[str, Any] | None = None
     server: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def message(self) -> Mapping[str, Any] | None:
+        """Of `chat`, the answer as a message to append to the conversation; None of `generate`.
+
+        It has `role` and `content` (None beside calls and nothing else), and if there are any `reasoning_content` and
+        `tool_calls`.
+        """
+        message = self.server.get("message")
+        return message if isinstance(message, dict) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@
 - `gguf_layout`, `gguf_file`: a GGUF file, checked to be whole; `gguf_families`, `gguf_import`, `weights_file`: from it
   to config and safetensors; `gguf_pieces`, `gguf_sentencepiece`, `gguf_tokenizer`: to a tokenizer.
 - `vocabulary`, `encoders`, `tokenizer`, `incremental`: `TextCodec`, the only door between text and token ids.
-- `messages`, `template`: chat messages to typed text; `template_sandbox`: where a template runs, and how much it may do.
+- `messages`, `template`: chat messages to typed text; `template_sandbox`: where templates run, and what they may do.
 - `plain_tools`: tools as text, for templates that know none; `tool_calls`: the forms that models write calls in.
 - `answers`: reasoning, text and calls of what is generated; `recall`: answers in a history as the agent holds them.
 - `grammar_text`: what an answer may be, as a grammar; `grammar`: the only door to llguidance, which makes masks of it.

@@ -8,7 +8,8 @@ engine's parts and cuts and forks branches, `engine` is the thread, `errors` the
 computes and samples, `inbox` shares the engine's time between requests and look-ups, `iterations` chooses what the
 model computes next, `jobs` are the control operations, `logprobs` tells clients what tokens were likely, `memory`
 carries out the pager's instructions, `messages` are what reaches the engine, `paging` has pages loaded ahead for whom
-`prediction` expects and feeds `thrashing`, which slows admission down, `params` checks RPC parameters (`plain_values`: of what JSON can hold), `places` tells
+`prediction` expects and feeds `thrashing`, which slows admission down, `params` checks RPC parameters (`plain_values`:
+of what JSON can hold), `places` tells
 waiting requests where they stand, `registry` finds agents, `requests` is what goes in and out, `residence` what a turn
 holds and gives back when preempted, `reserving` says who may be in RAM at once, `restore` brings recovered agents
 back, `sampling` chooses tokens, `service` has the RPC methods, `sharing` finds pages of the

@@ -192,8 +192,8 @@ def test_refused_requests_leave_the_agent_unchanged(daemon: Daemon) -> None:
         client.generate("refused", text, temperature=-1.0)
     with pytest.raises(errors.InvalidParams, match="wibble"):
         client.call("generate", {"agent": "refused", "text": text, "wibble": 1})
-    with pytest.raises(errors.Unsupported, match="response_format"):
-        client.chat("refused", [{"role": "user", "content": "x"}], response_format={"type": "json_object"})
+    with pytest.raises(errors.InvalidParams, match="text, json_object or json_schema"):
+        client.chat("refused", [{"role": "user", "content": "x"}], response_format={"type": "xml"})
     assert client.agent_info("refused") == before
 
 
