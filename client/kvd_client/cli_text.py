@@ -177,16 +177,16 @@ def read_messages(messages: tuple[str, ...], system: str | None, file: str | Non
 
 def run_stream(session: Session, begin: Callable[[], GenerateStream], *, no_stream: bool) -> None:
     """Print a generation: one JSON object at its end, or the text as it is made and a summary on stderr."""
-    shown = ""
+    shown = Shown()
     try:
         with waiting(as_json=session.json) as news, begin() as stream:
             for event in stream:
                 news.see(event)
                 if not session.json and not no_stream:
-                    shown = show(event, shown)
+                    shown.see(event)
             result = stream.result
     except (KvdClientError, KeyboardInterrupt):  # their line on stderr must not go on where the text stopped
-        _end_line(shown)
+        _end_line(shown.last)
         raise
     if session.json:
         end = {name: getattr(result, name) for name in END_FIELDS}
@@ -197,27 +197,37 @@ def run_stream(session: Session, begin: Callable[[], GenerateStream], *, no_stre
         print_json(end)
         return
     if no_stream:
-        shown = answer_text(result)
-        write_text(shown)
-    _end_line(shown)
+        shown.write(answer_text(result))
+    _end_line(shown.last)
     click.echo(summary(result), err=True)
     for each in result.logprobs or ():
         click.echo(logprob_line(each), err=True)
 
 
-def show(event: StreamEvent, shown: str) -> str:
-    """Print what an event says of the answer; what was printed last, `shown` before it."""
-    if isinstance(event, Text):
-        shown = event.text or shown
-        write_text(event.text)
-    elif isinstance(event, Reasoning):
-        click.echo(event.text, err=True, nl=False)
-    elif isinstance(event, ToolCall):
-        if shown and not shown.endswith("\n"):
-            write_text("\n")
-        shown = call_line(str(event.data.get("name")), str(event.data.get("arguments")))
-        write_text(shown)
-    return shown
+class Shown:
+    """What of an answer is printed. Owner: one command.
+
+    Attributes:
+        last: the latest piece; it is noted first, since Ctrl-C may come before or after it is written.
+    """
+
+    def __init__(self) -> None:
+        self.last = ""
+
+    def write(self, text: str) -> None:
+        """Print on stdout."""
+        self.last = text or self.last
+        write_text(text)
+
+    def see(self, event: StreamEvent) -> None:
+        """Print what an event says of the answer."""
+        if isinstance(event, Text):
+            self.write(event.text)
+        elif isinstance(event, Reasoning):
+            click.echo(event.text, err=True, nl=False)
+        elif isinstance(event, ToolCall):
+            begin = "\n" if self.last and not self.last.endswith("\n") else ""
+            self.write(begin + call_line(str(event.data.get("name")), str(event.data.get("arguments"))))
 
 
 def call_line(name: str, arguments: str) -> str:
