@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 from kvd.errors import InvalidParams
 from kvd.model.answers import AnswerFormat, TokenNames, split_marker
 from kvd.model.errors import UnsupportedFeature
-from kvd.model.tool_calls import PLAIN, ToolDialect
+from kvd.model.tool_calls import JSON_DIALECTS, ToolDialect
 
 MAX_SCHEMA_CHARACTERS: Final = 65_536
 """Of all schemas of a request, as JSON."""
@@ -30,7 +30,6 @@ MAX_SCHEMA_CHARACTERS: Final = 65_536
 CallRule = Literal["auto", "none", "required"]
 
 _JSON_OPTIONS: Final = {"whitespace_pattern": r"(\n[ ]{0,32}|[ ]{1,2})"}
-_JSON_DIALECTS: Final = (PLAIN, "json_tools")
 _MISTRAL: Final = "mistral"
 _MISTRAL_ARGUMENTS: Final = "[ARGS]"
 
@@ -188,10 +187,10 @@ def _calls(
         return None
     if choice.only is not None:
         functions = [function for function in functions if function["name"] == choice.only]
-    if dialect.name not in (*_JSON_DIALECTS, _MISTRAL) and (choice.only is not None or is_strict or not dialect.end):
+    if dialect.name not in (*JSON_DIALECTS, _MISTRAL) and (choice.only is not None or is_strict or not dialect.end):
         raise UnsupportedFeature(
             f"this model writes calls in the form {dialect.name!r}, which masks cannot hold it to; strict tools and a "
-            f"tool_choice that names a function are for the forms {', '.join(_JSON_DIALECTS)} and {_MISTRAL}; leave "
+            f"tool_choice that names a function are for the forms {', '.join(JSON_DIALECTS)} and {_MISTRAL}; leave "
             "them out",
             feature="tools",
             dialect=dialect.name,
@@ -215,7 +214,7 @@ def _tail(
     rules: _Rules, dialect: ToolDialect, functions: Sequence[Mapping[str, Any]], *, several: bool, is_loose: bool
 ) -> str:
     """What follows the marker that a call begins with."""
-    is_json = dialect.name in _JSON_DIALECTS
+    is_json = dialect.name in JSON_DIALECTS
     if not is_json and dialect.name != _MISTRAL:
         return rules.up_to("call", dialect.end)
     name_first = not is_json and rules.knows(_MISTRAL_ARGUMENTS)

@@ -25,11 +25,17 @@ from kvd.model import mlx_lm_door
 PLAIN: Final = "plain"
 """Name of kvd's own dialect."""
 
+JSON_DIALECTS: Final = (PLAIN, "json_tools")
+"""Dialects whose calls are JSON objects with `name` and `arguments`, each between the markers."""
+
 PLAIN_START: Final = "<tool_call>"
 PLAIN_END: Final = "</tool_call>"
 
-MAX_CALL_CHARACTERS: Final = 1_000_000
-"""A longer call is text: parsers take several times their input in memory, and some of them more than linear time."""
+MAX_CALL_CHARACTERS: Final = 131_072
+"""A longer call is text: mlx-lm's parsers search with patterns that may take more than linear time."""
+
+MAX_JSON_CALL_CHARACTERS: Final = 1_000_000
+"""The same where a call is nothing but JSON."""
 
 _BY_TEMPLATE: Final = (
     ("minimax_m2", ("<minimax:tool_call>",)),
@@ -99,7 +105,7 @@ class ToolDialect:
             body: text between the markers, with the names of control tokens in it.
             tools: what the model was shown; some dialects have untyped values and need the schemas.
         """
-        if len(body) > MAX_CALL_CHARACTERS:
+        if len(body) > (MAX_JSON_CALL_CHARACTERS if self.name in JSON_DIALECTS else MAX_CALL_CHARACTERS):
             return None
         try:
             found = self.parser(body, tools)

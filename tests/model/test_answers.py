@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.model.answers import AnswerFormat, AnswerReader, find_reasoning
-from kvd.model.tool_calls import _BY_TEMPLATE, _BY_VOCABULARY, ToolDialect, find_dialect, plain_dialect
+from kvd.model.tool_calls import (
+    _BY_TEMPLATE,
+    _BY_VOCABULARY,
+    MAX_CALL_CHARACTERS,
+    ToolDialect,
+    find_dialect,
+    plain_dialect,
+)
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<a> \\u00e9", "n": 1}}\n</tool_call>'
 THINK = ("<think>", "</think>")
@@ -198,6 +205,14 @@ def test_a_folder_may_name_its_parser() -> None:
 def test_what_a_parser_returns_is_checked(result: object) -> None:
     """P32: a parser of somebody else's may return anything; no half call reaches a client."""
     assert ToolDialect("x", "a", "b", lambda body, tools: result).parse("", None) is None
+
+
+def test_a_call_that_is_too_long_is_text() -> None:
+    """Parsers of patterns may take more than linear time; JSON has room for a whole file."""
+    body = json.dumps({"name": "f", "arguments": {"text": "x" * MAX_CALL_CHARACTERS}})
+    assert plain_dialect().parse(body, None) is not None
+    assert ToolDialect("x", "a", "b", lambda text, tools: json.loads(text)).parse(body, None) is None
+    assert plain_dialect().parse(" " * 1_000_000 + body, None) is None
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError, RecursionError, SyntaxError, AttributeError, MemoryError])

@@ -103,6 +103,29 @@ def test_a_round_of_tools_extends_with_all_tokens_cached(make_chats: Callable[..
             messages.append(user("And else?"))
 
 
+def test_a_call_is_recalled_after_a_restart_and_in_a_fork(tmp_path: Path, codec: TextCodec) -> None:
+    """P17: what is compared is the agent's own durable text, so nothing else has to be remembered."""
+    messages = [user("What of the weather?")]
+    known = 0
+    for number in range(2):
+        runner = Runner(tmp_path / "data", codec)
+        runner.start()
+        try:
+            chats = Chats(runner, codec, TAGGED)
+            if number == 0:
+                chats.script(CALL)
+                first = chats.call("chat", agent="a", messages=messages, tools=TOOLS, max_tokens=300)
+                known = first.result["prompt_tokens"] + first.result["completion_tokens"]
+                (call,) = first.message["tool_calls"]
+                messages += [first.message, {"role": "tool", "tool_call_id": call["id"], "content": "12 degrees"}]
+            chats.call("agent.fork", agent="a", new_agent=f"b{number}")
+            for agent in (f"b{number}", "a")[: number + 1]:
+                said = chats.call("chat", agent=agent, messages=messages, tools=TOOLS, max_tokens=0)
+                assert (said.result["match"], said.result["cached_tokens"]) == ("extend", known)
+        finally:
+            runner.stop()
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}])
 def test_a_model_that_must_call_calls_whatever_it_wants(make_chats: Callable[..., Chats], choice: Any) -> None:
     """P32: a random model, sampled and greedy: one call of a function that there is, with valid arguments."""
