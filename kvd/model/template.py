@@ -174,8 +174,8 @@ class ChatTemplate:
             return None
         tokens = {name: value for name in _TOKEN_NAMES if (value := token_text(settings.get(name))) is not None}
         parser = settings.get("tool_parser_type")
-        named = parser if isinstance(parser, str) else None
-        return cls(template, codec, tokens=tokens, tool_source=tool_source, tool_parser=named)
+        tool_parser = parser if isinstance(parser, str) else None
+        return cls(template, codec, tokens=tokens, tool_source=tool_source, tool_parser=tool_parser)
 
     @functools.cached_property
     def answers(self) -> AnswerFormat:

@@ -75,8 +75,12 @@ def _check_calls(place: str, role: str, calls: object) -> None:
         raise InvalidParams(f"{place}.tool_calls must be a list of maps", parameter="messages")
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
-        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        if not named or not isinstance(function.get("arguments", "{}"), str):
+        is_whole = (
+            isinstance(function, Mapping)
+            and isinstance(function.get("name"), str)
+            and isinstance(function.get("arguments", "{}"), str)
+        )
+        if not is_whole:
             raise InvalidParams(
                 f'{place}.tool_calls[{number}] must be {{"id": ..., "type": "function", "function": {{"name": ..., '
                 f'"arguments": ...}}}}, the arguments as a string of JSON',
