@@ -26,6 +26,7 @@ May import kvd.vm.text and this package.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -47,9 +48,10 @@ from kvd.model.folder import read_object
 from kvd.model.messages import Message, folded, name_results, normalise
 from kvd.model.plain_tools import with_plain_tools
 from kvd.model.recall import Generated
+from kvd.model.stand_ins import in_place, is_stand_in, new_mark, stand_in
 from kvd.model.template_sandbox import BoundedEnvironment, check_size
 from kvd.model.tokenizer import TextCodec, token_text, utf8
-from kvd.model.tool_calls import find_dialect, plain_dialect
+from kvd.model.tool_calls import PLAIN_START, ToolDialect, find_dialect, plain_dialect
 from kvd.vm.text import Span, SpanKind, TypedText
 
 Piece = tuple[SpanKind, str]
@@ -126,7 +128,7 @@ class ChatTemplate:
         tool_parser: the parser of tool calls that the model's folder names; None to go by the template.
 
     Attributes:
-        supports_tools: the template shows tools itself.
+        supports_tools: the template shows tools itself, and what it tells the model of calls can be read back.
         variables: switches it knows, such as `enable_thinking`.
 
     Raises:
@@ -151,7 +153,8 @@ class ChatTemplate:
         self._with_tools = self._environment.template(self._tool_source)
         self._tool_parser = tool_parser
         asked = jinja2.meta.find_undeclared_variables(self._environment.parse(self._tool_source))
-        self.supports_tools = "tools" in asked
+        # a form that nobody can read is of no use: such a model is told of another one, in text
+        self.supports_tools = "tools" in asked and (PLAIN_START in self._tool_source or self._dialect is not None)
         self.variables = tuple(sorted(asked - _OWN_VARIABLES - self._environment.globals.keys() - set(_TOKEN_NAMES)))
 
     @classmethod
@@ -180,10 +183,12 @@ class ChatTemplate:
     @functools.cached_property
     def answers(self) -> AnswerFormat:
         """How the model marks the parts of an answer. The first use may import a parser: not for the event loop."""
-        dialect = None
-        if self.supports_tools:
-            dialect = find_dialect(self._tool_source, self._codec.vocabulary, self._tool_parser)
+        dialect = self._dialect if self.supports_tools else None
         return AnswerFormat(find_reasoning(self._tool_source, self._codec), dialect or plain_dialect())
+
+    @functools.cached_property
+    def _dialect(self) -> ToolDialect | None:
+        return find_dialect(self._tool_source, self._codec.vocabulary, self._tool_parser)
 
     def render(
         self,
@@ -217,30 +222,43 @@ class ChatTemplate:
         context |= dict(variables or {})
         try:
             if recalled:
-                try:
-                    return self._render(messages, context, recalled)
-                except TemplateRefused:  # it wants to see calls: let it write them
-                    return self._render(messages, context, {})
+                for as_calls in (False, True):
+                    with contextlib.suppress(TemplateRefused):  # it wants to see calls
+                        return self._render(messages, context, recalled, as_calls=as_calls)
             return self._render(messages, context, {})
         except RecursionError:
             raise TemplateRefused("the messages, or the chat template's calls, are nested too deep") from None
 
     def _render(
-        self, messages: Sequence[Message], context: Mapping[str, Any], recalled: Mapping[int, Generated]
+        self,
+        messages: Sequence[Message],
+        context: Mapping[str, Any],
+        recalled: Mapping[int, Generated],
+        *,
+        as_calls: bool = False,
     ) -> TypedText:
         plain = [normalise(message, index) for index, message in enumerate(messages)]
         name_results(plain)
         if "developer" not in self._tool_source:
             plain = [{**each, "role": "system"} if each["role"] == "developer" else each for each in plain]
+        marks: dict[str, Generated] = {}
         for index, answer in recalled.items():
-            plain[index] = {"role": "assistant", "content": answer.text}
+            if as_calls and plain[index].get("tool_calls"):
+                mark = new_mark()
+                marks[mark] = answer
+                plain[index] = stand_in(plain[index], mark)
+            else:
+                plain[index] = {"role": "assistant", "content": answer.text}
         if not self.supports_tools:
             takes_system = not context["tools"] or self._takes_system
             plain = with_plain_tools(plain, context["tools"], takes_system=takes_system)
             context = {**context, "tools": None}
         if any(message["role"] == "system" for message in plain[1:]) and not self._takes_nudges:
             plain = folded(plain)
-        return _typed(self._with_openings(self._pieces(plain, context), list(recalled.values())))
+        pieces = self._pieces(plain, context)
+        if marks:
+            pieces = in_place(pieces, marks, self._closing)
+        return _typed(self._with_openings(pieces, list(recalled.values())))
 
     def _with_openings(self, pieces: list[Piece], recalled: list[Generated]) -> list[Piece]:
         """The pieces with recalled answers behind the markup that they were written behind."""
@@ -252,6 +270,14 @@ class ChatTemplate:
                 if before == "control" and self.answers.differ_in_reasoning_only(written, opening):
                     pieces[number - 1] = ("control", opening)
         return pieces
+
+    @functools.cached_property
+    def _closing(self) -> str:
+        """Markup that closes an answer; empty where there is none."""
+        texts = ("Kv" + secrets.token_hex(12), "Kv" + secrets.token_hex(12))
+        probe = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+        pieces = self._pieces(probe, {"tools": None, "add_generation_prompt": False})
+        return pieces[-1][1] if pieces[-1][0] == "control" else ""
 
     @functools.cached_property
     def _takes_system(self) -> bool:
@@ -426,7 +452,8 @@ def _tojson(context: jinja2.runtime.Context, value: object, indent: int | None =
     if not isinstance(sentinels, _Sentinels):
         raise jinja2.TemplateError("tojson is used outside a rendering")
     settings = {"ensure_ascii": False, **options}
-    return sentinels.hide(json.dumps(_revealed(value, sentinels), indent=indent, **settings), "content")
+    written = json.dumps(_revealed(value, sentinels), indent=indent, **settings)
+    return written if is_stand_in(written) else sentinels.hide(written, "content")
 
 
 def _revealed(value: object, sentinels: _Sentinels) -> object:

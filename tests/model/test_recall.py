@@ -14,7 +14,7 @@ from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.vm.prefix import Match, StoredText, match
 from kvd.vm.text import Span, TypedText, joined
-from tests.support.chat_templates import TAGGED, THINKING, TURNS_ONLY
+from tests.support.chat_templates import ALTERNATING, TAGGED, THINKING, TURNS_ONLY
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -196,14 +196,53 @@ def test_the_branch_that_has_most_is_recalled(make_agent: Any) -> None:
     assert recall(history, [], agent.template.answers, agent.codec) == {}
 
 
-def test_a_template_that_wants_to_see_calls_sees_them(make_agent: Any) -> None:
-    """One that refuses a result without a call before it gets the call, and the match ends honestly at it."""
-    source = "{% if messages[-1].role == 'tool' and not messages[-2].tool_calls %}{{ raise_exception('x') }}{% endif %}"
-    agent = make_agent(source + TAGGED)
+@pytest.mark.parametrize("call", ['[{"arguments":{"b":2},  "name":"weather"}]', '[{"name":"a"},{"name":"b"}]'])
+def test_a_template_that_wants_to_see_calls_sees_stand_ins(make_agent: Any, call: str) -> None:
+    """One that counts turns, and cuts open what it prints of calls: the answer is in place all the same."""
+    agent = make_agent(ALTERNATING)
+    assert agent.template.answers.tools.name == "mistral"
+    messages = [user("Weather?")]
+    for _ in range(2):
+        message = agent.turn(messages, [f"[TOOL_CALLS]{call}"], tools=TOOLS)
+        messages += [message, *(result_of({"tool_calls": [each]}, "12") for each in message["tool_calls"])]
+        matched = agent.match(agent.prompt(messages, tools=TOOLS))
+        assert (matched.kind, matched.keep_tokens) == ("extend", len(agent.ids))
+    messages.append(agent.turn(messages, ["Dry."], tools=TOOLS))
+    matched = agent.match(agent.prompt([*messages, user("b")], tools=TOOLS))
+    assert (matched.kind, matched.keep_tokens) == ("extend", len(agent.ids))
+    control = b"".join(piece for kind, piece in split(agent.text) if kind == "control")
+    assert b"Kv" not in agent.text.data
+    assert b"name" not in control
+
+
+NAMES_CALLS = (
+    "{# <tool_call> #}{{ tools }}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>"
+    "{{ messages[loop.index0 - 1].tool_calls[0].function.name }}={{ m.content }}<|im_end|>{% elif m.tool_calls %}"
+    "<|im_start|>{{ m.tool_calls[0].function.name }}<|im_end|>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+"""Prints a call's name beside its result too."""
+
+
+@pytest.mark.parametrize(
+    "source", [TAGGED, NAMES_CALLS, "{% for m in messages %}{{ m.content or '-' }}{% endfor %}<tool_call>{{ tools }}"]
+)
+def test_a_template_that_refuses_stand_ins_gets_the_calls(make_agent: Any, source: str) -> None:
+    """Where neither can be, it gets what the client sent, and the match ends honestly at it."""
+    refuses = "{% if messages[-1].role == 'tool' and messages[-2].tool_calls[0].function.name != 'weather' %}"
+    agent = make_agent(refuses + "{{ raise_exception('x') }}{% endif %}" + source)
     message = agent.turn([user("a")], [CALL], tools=TOOLS)
     prompt = agent.prompt([user("a"), message, result_of(message, "12")], tools=TOOLS)
-    assert b'"a": "\xc3\xa9"' in prompt.data
     assert agent.match(prompt).kind == "diverge"
+    assert b"Kv" not in prompt.data
+
+
+def test_a_form_that_nobody_can_read_is_told_as_text(make_agent: Any) -> None:
+    """A template that shows tools but marks no calls: the model is told of a form that is read back."""
+    source = "{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    agent = make_agent(source)
+    assert not agent.template.supports_tools
+    assert b"You may call the functions" in agent.template.render([user("a")], tools=TOOLS).data
+    assert make_agent(source + "{# <tool_call> #}").template.supports_tools
 
 
 def test_tools_for_a_template_that_knows_none(make_agent: Any) -> None:
@@ -223,12 +262,7 @@ def test_tools_for_a_template_that_knows_none(make_agent: Any) -> None:
     assert 'assistant\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>' in text
     one = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\n\nb"
     assert f"user\n{one}<|im_end|>" in text
-    control = "".join(
-        text[at : at + span.text_bytes]
-        for at, span in zip(_starts(typed), typed.spans, strict=True)
-        if span.kind == "control"
-    )
-    assert "tool" not in control
+    assert b"tool" not in b"".join(piece for kind, piece in split(typed) if kind == "control")
     with_system = agent.template.render([{"role": "system", "content": "Brief."}, user("a")], tools=TOOLS)
     assert with_system.data.startswith(b"<|im_start|>system\nBrief.\n\nYou may call")
     no_system = make_agent(
@@ -237,6 +271,12 @@ def test_tools_for_a_template_that_knows_none(make_agent: Any) -> None:
     ).template.render([user("a")], tools=TOOLS)
     assert no_system.data.startswith(b"<|im_start|>user\nYou may call")
     assert no_system.data.endswith(b"\n\na<|im_end|>\n")
+
+
+def split(typed: TypedText) -> list[tuple[str, bytes]]:
+    """(kind, bytes) of each span."""
+    starts = _starts(typed)
+    return [(span.kind, typed.data[at : at + span.text_bytes]) for at, span in zip(starts, typed.spans, strict=True)]
 
 
 def _starts(typed: TypedText) -> list[int]:
@@ -258,7 +298,8 @@ def test_a_developer_is_the_system_where_a_template_knows_no_other(make_agent: A
 def test_results_get_the_name_of_their_function(make_agent: Any) -> None:
     """Some templates print it, most clients leave it out."""
     source = (
-        "{{ tools }}{% for m in messages %}{% if m.role == 'tool' %}{{ m.name }}={{ m.content }}{% endif %}{% endfor %}"
+        "{# <tool_call> #}{{ tools }}{% for m in messages %}{% if m.role == 'tool' %}{{ m.name }}={{ m.content }}"
+        "{% endif %}{% endfor %}"
     )
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1"}]

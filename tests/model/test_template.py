@@ -35,7 +35,7 @@ TOOLS = (
     "{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}<|im_end|>\n"
     "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}{% endif %}"
     "{% for call in m.tool_calls %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
+    "<|im_end|>\n{% endfor %}{# <tool_call> #}"
 )
 
 
@@ -205,7 +205,10 @@ def test_malformed_messages_are_refused(
 def test_templates_are_found_where_folders_keep_them(tmp_path: Path, tiny_codec: TextCodec) -> None:
     """A base model has none; a named list has a default; the Jinja file wins over the configuration."""
     assert ChatTemplate.from_folder(tmp_path, tiny_codec) is None
-    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
+    named = [
+        {"name": "default", "template": "D"},
+        {"name": "tool_use", "template": "{# <tool_call> #}{{ tools | length }}"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     loaded = ChatTemplate.from_folder(tmp_path, tiny_codec)
     assert loaded is not None

@@ -33,3 +33,19 @@ THINKING: Final = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 """As `TAGGED`, of a model that reasons: its history has no reasoning, and a switch leaves it out of the answer."""
+
+ALTERNATING: Final = (
+    "{% set ns = namespace(count=0) %}"
+    "{% for m in messages %}{% if m.role not in ['tool', 'system'] and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.count % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.count = ns.count + 1 %}{% endif %}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{% if m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}"
+    "{% set out = call.function | tojson %}{{ out[:-1] }}"
+    "{% if call.id | length != 9 %}{{ raise_exception('ids have 9 letters') }}{% endif %}"
+    ', "id": "{{ call.id }}"}{{ ", " if not loop.last else "]<|im_end|>" }}{% endfor %}'
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'assistant' %}{{ m.content }}<|im_end|>{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}"
+)
+"""Wants user and assistant to take turns, calls not counted; prints calls as a list, cut open; ids have 9 letters."""
