@@ -19,24 +19,7 @@ from kvd.model.grammar_text import MAX_SCHEMA_CHARACTERS, CallChoice, answer_gra
 from kvd.model.tokenizer import TextCodec
 from kvd.model.tool_calls import ToolDialect, find_dialect, plain_dialect
 from tests.support.tiny_model import make_tiny_model
-
-END = "</s>"
-
-
-def sentencepiece(*more: str) -> TextCodec:
-    """A small SentencePiece-style vocabulary: bytes, words with their space mark, and further control tokens."""
-    words = ["▁", "▁the", "▁of", '":', '▁"', "true", "name", '"', "{", "}", "[", "]", ",", ":", *"0123456789abcdef-"]
-    control = ["<unk>", "<s>", END, *more]
-    tokens = [*control, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    added = [{"id": i, "content": t, "special": True, "normalized": False} for i, t in enumerate(control)]
-    model = {"type": "BPE", "byte_fallback": True, "vocab": {t: i for i, t in enumerate(tokens)}, "merges": []}
-    spec = {
-        "added_tokens": added,
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        "decoder": {"type": "ByteFallback"},
-        "model": model,
-    }
-    return TextCodec(spec, eos_ids=[tokens.index(END)])
+from tests.support.tiny_sentencepiece import sentencepiece
 
 
 @pytest.fixture(scope="module")

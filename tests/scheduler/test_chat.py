@@ -21,8 +21,9 @@ from tests.scheduler.chats import Chats
 from tests.scheduler.harness import World
 from tests.scheduler.test_engine import Runner
 from tests.scheduler.test_preempting import LONG, Meddler
-from tests.support.chat_templates import TAGGED, THINKING, TURNS_ONLY
+from tests.support.chat_templates import ALTERNATING, TAGGED, THINKING, TURNS_ONLY
 from tests.support.prose import prose
+from tests.support.tiny_sentencepiece import sentencepiece
 
 PARAMETERS = {
     "type": "object",
@@ -124,6 +125,42 @@ def test_a_call_is_recalled_after_a_restart_and_in_a_fork(tmp_path: Path, codec:
                 assert (said.result["match"], said.result["cached_tokens"]) == ("extend", known)
         finally:
             runner.stop()
+
+
+def test_calls_that_control_tokens_mark(tmp_path: Path) -> None:
+    """P17, P32: markers that surface as nothing: calls are masked, read, told, and recalled from the agent's ids."""
+    roles = ("[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|im_end|>")
+    codec = sentencepiece("[TOOL_CALLS]", "[ARGS]", *roles)
+    runner = Runner(tmp_path / "data", codec)
+    runner.start()
+    try:
+        chats = Chats(runner, codec, ALTERNATING)
+        messages, known = [user("the weather")], 0
+        for _ in range(2):
+            said = chats.call(
+                "chat",
+                agent="a",
+                messages=messages,
+                tools=TOOLS,
+                tool_choice="required",
+                parallel_tool_calls=False,
+                temperature=1.0,
+                seed=3,
+                max_tokens=300,
+            )
+            assert said.result["finish_reason"] == "tool_calls"
+            assert said.result["cached_tokens"] == known
+            assert "[" not in said.result["text"].partition("{")[0], "markers are no text"
+            (call,) = said.message["tool_calls"]
+            jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
+            assert [event["name"] for event in said.of("tool_call")] == [call["function"]["name"]]
+            assert said.of("text") == said.of("control") == []
+            known = said.result["prompt_tokens"] + said.result["completion_tokens"]
+            messages += [said.message, {"role": "tool", "tool_call_id": call["id"], "content": "12"}]
+        end = chats.call("chat", agent="a", messages=messages, tools=TOOLS, max_tokens=0)
+        assert (end.result["match"], end.result["cached_tokens"]) == ("extend", known)
+    finally:
+        runner.stop()
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}])
