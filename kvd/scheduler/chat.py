@@ -191,11 +191,15 @@ class AnswerStream:
             self._emit(event)
 
 
-def held_texts(core: EngineCore, ref: AgentRef, *, with_tokens: bool) -> list[HeldText]:
-    """What an agent's branches hold, the present one first; nothing of an agent that there is not. On the engine."""
+def held_texts(core: EngineCore, ref: AgentRef, *, with_tokens: bool) -> list[HeldText] | None:
+    """What an agent's branches hold, the present one first; nothing of an agent that there is not. On the engine.
+
+    Returns:
+        None while the agent is only in the warm tier: who uses it imports it first.
+    """
     agent = core.agents.find(ref)
     if agent is None:
-        return []
+        return None if ref in core.warm.paths else []
     branches = sorted(agent.branches.values(), key=lambda branch: branch.branch_id != agent.current)
     return [
         HeldText(

@@ -7,9 +7,10 @@ queued request, look-ups as a short call between two steps. Health never waits f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from kvd import __version__
@@ -27,6 +28,7 @@ from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported, with_close_names
 from kvd.scheduler.file_steps import port_path
+from kvd.scheduler.injected import injected, injected_into
 from kvd.scheduler.params import CHAT_NAMES, MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
 from kvd.store.agent_file import read_header
@@ -165,12 +167,18 @@ class KvdService:
         params.refuse_unknown(*CHAT_NAMES, *TURN_NAMES)
         call, ref = ChatCall.of(params), params.ref()
         codec, template = await self._text_parts()
-        held: list[HeldText] = []
+        held: list[HeldText] | None = []
         if call.has_history and template is not None:
             with_tokens = needs_tokens(await asyncio.to_thread(lambda: template.answers), codec)
             held = await self._call(lambda core: held_texts(core, ref, with_tokens=with_tokens))
+            if held is None:
+                with contextlib.suppress(KvdError):  # a file that is no use is the turn's to tell
+                    await self._submit(
+                        JobRequest(self._engine.new_request_id(), ref, "prefetch", internal=True), context
+                    )
+                held = await self._call(lambda core: held_texts(core, ref, with_tokens=with_tokens))
         prepared = await self._in_template(
-            context, lambda template: call.prepare(template, codec, self._grammars(), held)
+            context, lambda template: call.prepare(template, codec, self._grammars(), held or [])
         )
         return await self._turn(params, context, prepared, method="chat")
 
@@ -208,9 +216,9 @@ class KvdService:
             for ref in refs
         ]
         if not params.has("agents"):
-            return _injected(await self._submit(requests[0], context))
+            return injected(await self._submit(requests[0], context))
         parts = await asyncio.gather(*(self._submit(each, context) for each in requests), return_exceptions=True)
-        return _injected_into(refs, parts, context)
+        return injected_into(refs, parts, context)
 
     async def _turn(
         self,
@@ -456,31 +464,6 @@ class KvdService:
         await self._wait_ready()
         assert self._codec is not None
         return self._codec, self._template
-
-
-def _injected(result: object) -> object:
-    """The result of `inject` to one agent."""
-    return {**result, "tokens": result["prompt_tokens"]} if isinstance(result, dict) else result
-
-
-def _injected_into(refs: Sequence[AgentRef], parts: Sequence[object], context: CallContext) -> dict[str, object]:
-    """The result of `inject` to several: one entry an agent, which has either its figures or its error.
-
-    Raises:
-        Cancelled: the client cancelled the call before all were done; `data` has the entries.
-        BaseException: a part failed in a way that no client can be told.
-    """
-    entries: list[object] = []
-    for ref, part in zip(refs, parts, strict=True):
-        if isinstance(part, KvdError):
-            entries.append({"agent": ref.agent, "error": context.error_map(part)})
-        elif isinstance(part, BaseException):
-            raise part
-        else:
-            entries.append(_injected(part))
-    if context.cancelled and any(isinstance(part, Cancelled) for part in parts):
-        raise Cancelled("cancelled by the client; what was computed is kept", agents=entries)
-    return {"agents": entries}
 
 
 def _post(

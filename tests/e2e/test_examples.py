@@ -38,7 +38,7 @@ def test_every_example_is_listed_and_run() -> None:
     """No file beside those of the README and of these tests."""
     readme = (EXAMPLES / "README.md").read_text()
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"chat.py", "many_agents.py", "injection.py", "monitoring.py"}
+    assert names == {"chat.py", "tools.py", "many_agents.py", "injection.py", "monitoring.py"}
     assert all(f"[{name}]({name})" in readme for name in names)
 
 
@@ -49,6 +49,14 @@ def test_chat(environment: dict[str, str]) -> None:
     again = _run([sys.executable, str(EXAMPLES / "chat.py"), "chat-a"], environment)
     counts = [line.split(": ")[1].split() for line in again.splitlines() if line.startswith("[")]
     assert all(int(count[0]) > 0 for count in counts)
+
+
+def test_tools(environment: dict[str, str]) -> None:
+    """P17: a call is made and answered; the turn with its result extends, and the answer has its form."""
+    called, answer, reused = _run([sys.executable, str(EXAMPLES / "tools.py")], environment).splitlines()
+    assert called in ("temperature(Paris) -> 18", "temperature(Rome) -> 24")
+    assert sorted(json.loads(answer)) == ["celsius", "city"]
+    assert reused.startswith("[extend: ")
 
 
 def test_many_agents(environment: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from kvd.model.grammar_text import answer_grammar
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler.sampling import SamplingParams
 from tests.scheduler.chats import Chats
-from tests.scheduler.harness import World
+from tests.scheduler.harness import World, ref_of
 from tests.scheduler.test_engine import Runner
 from tests.scheduler.test_preempting import LONG, Meddler
 from tests.support.chat_templates import ALTERNATING, TAGGED, THINKING, TURNS_ONLY
@@ -76,9 +76,7 @@ def test_a_round_of_tools_extends_with_all_tokens_cached(make_chats: Callable[..
     reasoning = "<think>\nI should look.\n</think>\n\n" if source is THINKING else ""
     messages = [{"role": "system", "content": "Be brief."}, user("What of the weather?")]
     known = 0
-    for number, answer in enumerate(
-        [f"{reasoning}{CALL}", f"{reasoning}It rains, é <b>.\n", f" Wait.\n{CALL}"]
-    ):
+    for number, answer in enumerate([f"{reasoning}{CALL}", f"{reasoning}It rains, é <b>.\n", f" Wait.\n{CALL}"]):
         chats.script(answer)
         said = chats.call("chat", agent="a", messages=messages, tools=TOOLS[:1], max_tokens=400)
         result, message = said.result, said.message
@@ -125,6 +123,25 @@ def test_a_call_is_recalled_after_a_restart_and_in_a_fork(tmp_path: Path, codec:
                 assert (said.result["match"], said.result["cached_tokens"]) == ("extend", known)
         finally:
             runner.stop()
+
+
+def test_a_call_is_recalled_of_an_agent_in_the_warm_tier(make_chats: Callable[..., Chats], tmp_path: Path) -> None:
+    """The first chat that names it imports it, before its answers are looked for."""
+    path = tmp_path / "a.safetensors"
+    chats = make_chats(TAGGED)
+    chats.script(CALL)
+    messages = [user("the weather")]
+    said = chats.call("chat", agent="a", messages=messages, tools=TOOLS[:1], max_tokens=300)
+    chats.call("agent.export", agent="a", path=str(path))
+    messages += [said.message, {"role": "tool", "tool_call_id": said.message["tool_calls"][0]["id"], "content": "12"}]
+    other = make_chats(TAGGED)
+    other.engine.call(lambda core: core.warm.paths.update({ref_of("a"): path})).result(20)
+    again = other.call("chat", agent="a", messages=messages, tools=TOOLS[:1], max_tokens=0)
+    known = said.result["prompt_tokens"] + said.result["completion_tokens"]
+    assert (again.result["match"], again.result["cached_tokens"]) == ("extend", known)
+    path.write_bytes(b"no agent")
+    other.engine.call(lambda core: core.warm.paths.update({ref_of("b"): path})).result(20)
+    assert other.call("chat", agent="b", messages=messages, tools=TOOLS[:1], max_tokens=0).result["match"] == "new"
 
 
 def test_calls_that_control_tokens_mark(tmp_path: Path) -> None:
