@@ -91,7 +91,9 @@ class GrammarCompiler:
         ends = sorted(token for token in self._codec.eos_ids if token < self._vocab_tokens)
         if not ends:
             raise UnsupportedFeature(
-                "the model has no token that ends a turn, so it cannot be held to a form", feature="response_format"
+                "the model has no token that ends a turn, so it cannot be held to a form",
+                feature="response_format",
+                parameter="response_format",
             )
         known = min(self._codec.token_count, self._vocab_tokens)
         # without llguidance's slices: they double the time, and no mask that was tried got faster by them

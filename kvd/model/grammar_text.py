@@ -89,7 +89,7 @@ def answer_grammar(
     if calls is not None and schema is not None:
         body = {"auto": f"answer | {calls}", "none": "answer", "required": calls}[choice.rule]
     rules.add("body", body)
-    rules.check_schemas()
+    rules.check_schemas("tools" if schema is None else "response_format")
     return rules.text(_reasoning(rules, answers, opening))
 
 
@@ -140,12 +140,12 @@ class _Rules:
         self.add(name.upper(), f"/(?s:.*)/ & ~(/(?s:.*)/ {json.dumps(first)} /(?s:.*)/)")
         return name.upper()
 
-    def check_schemas(self) -> None:
-        """Refuse more than a compiler should be given."""
+    def check_schemas(self, parameter: str) -> None:
+        """Refuse more than a compiler should be given; `parameter` it came in."""
         if self._schema_characters > MAX_SCHEMA_CHARACTERS:
             raise InvalidParams(
                 f"the JSON schemas have {self._schema_characters} characters, of {MAX_SCHEMA_CHARACTERS} at most",
-                parameter="response_format",
+                parameter=parameter,
             )
 
     def text(self, reasoning: str) -> str:
@@ -193,6 +193,7 @@ def _calls(
             f"tool_choice that names a function are for the forms {', '.join(JSON_DIALECTS)} and {_MISTRAL}; leave "
             "them out",
             feature="tools",
+            parameter="tools",
             dialect=dialect.name,
         )
     several = choice.parallel and choice.only is None
