@@ -152,10 +152,12 @@ class ChatTemplate:
         self._plain = self._environment.template(source)
         self._with_tools = self._environment.template(self._tool_source)
         self._tool_parser = tool_parser
-        asked = jinja2.meta.find_undeclared_variables(self._environment.parse(self._tool_source))
+        tree = self._environment.parse(self._tool_source)
+        asked = jinja2.meta.find_undeclared_variables(tree)
         # a form that nobody can read is of no use: such a model is told of another one, in text
         self.supports_tools = "tools" in asked and (PLAIN_START in self._tool_source or self._dialect is not None)
-        self.variables = tuple(sorted(asked - _OWN_VARIABLES - self._environment.globals.keys() - set(_TOKEN_NAMES)))
+        known = _OWN_VARIABLES | self._environment.globals.keys() | set(_TOKEN_NAMES) | _own_names(tree)
+        self.variables = tuple(sorted(asked - known))
 
     @classmethod
     def from_folder(cls, folder: Path, codec: TextCodec) -> ChatTemplate | None:
@@ -305,8 +307,14 @@ class ChatTemplate:
             return False
 
     def _pieces(self, messages: Sequence[dict[str, Any]], context: Mapping[str, Any]) -> list[Piece]:
-        pieces = self._render_hidden(messages, context)
-        return self._render_and_search(messages, context) if pieces is None else pieces
+        try:
+            pieces = self._render_hidden(messages, context)
+            return self._render_and_search(messages, context) if pieces is None else pieces
+        except TemplateRefused:
+            if all(message["content"] is not None for message in messages):
+                raise
+        # some templates tell calls by a content of null, others fail on one
+        return self._pieces([{**message, "content": message["content"] or ""} for message in messages], context)
 
     def _render_hidden(self, messages: Sequence[dict[str, Any]], context: Mapping[str, Any]) -> list[Piece] | None:
         """Render with sentinels; None when a message content did not come back."""
@@ -385,6 +393,13 @@ def _environment() -> BoundedEnvironment:
     environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
     environment.filters["tojson"] = _tojson
     return environment
+
+
+def _own_names(tree: jinja2.nodes.Template) -> set[str]:
+    """Names that a template sets for itself, and does not ask whether they were given."""
+    names = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "store"}
+    asked = {test.node.name for test in tree.find_all(jinja2.nodes.Test) if isinstance(test.node, jinja2.nodes.Name)}
+    return names - asked
 
 
 def _in_order(messages: Sequence[dict[str, Any]], pieces: Sequence[Piece]) -> bool:

@@ -152,6 +152,26 @@ def test_text_parts_are_joined_and_others_refused(template: ChatTemplate) -> Non
         template.render([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
 
 
+def test_switches_are_what_a_client_may_set(tiny_codec: TextCodec) -> None:
+    """Not what the template sets for itself, unless it asks first whether it was given."""
+    template = ChatTemplate(
+        "{% if not deep is defined %}{% set deep = true %}{% endif %}{% if quick %}{{ bos_token }}{% endif %}"
+        "{% for m in messages %}{% if m.content %}{% set own = m.content %}{% endif %}{{ own }}{% endfor %}",
+        tiny_codec,
+    )
+    assert template.variables == ("deep", "quick")
+
+
+def test_no_content_beside_calls_is_null_or_empty_as_the_template_wants(tiny_codec: TextCodec) -> None:
+    """Some templates tell calls by a content of null, others fail on it: both are served."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    wants = ChatTemplate("{% for m in messages %}{{ 'null' if m.content is none else 'text' }}{% endfor %}", tiny_codec)
+    fails = ChatTemplate("{% for m in messages %}{{ '<x>' in m.content }}{{ m.content }}{% endfor %}", tiny_codec)
+    for template, text in ((wants, b"null"), (fails, b"False")):
+        template.supports_tools = True
+        assert template.render([call]).data == text
+
+
 def test_a_template_that_edits_contents_is_searched(tiny_codec: TextCodec) -> None:
     """The sentinel does not survive `lower`; the content is found in the output of a second rendering."""
     template = ChatTemplate(
