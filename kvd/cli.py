@@ -16,6 +16,7 @@ from kvd import __version__
 from kvd.bench.cli import bench
 from kvd.cli_config import came_from_file, config, use_file
 from kvd.cli_doctor import doctor
+from kvd.cli_gateway import gateway
 from kvd.cli_model import model
 from kvd.cli_service import service
 from kvd.config import (
@@ -496,6 +497,7 @@ def fail(error: KvdError, *, as_json: bool = False) -> None:
 
 main.add_command(config)
 main.add_command(doctor)
+main.add_command(gateway)
 main.add_command(model)
 main.add_command(service)
 main.add_command(bench)

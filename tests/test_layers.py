@@ -97,7 +97,11 @@ LAYERS = {
     # Clients' side: sockets, and the service behind one protocol.
     "kvd.front": Row("kvd.ids kvd.errors kvd.ops kvd_client.wire kvd_client.paths", "structlog"),
     "kvd.front.api": Row("kvd.errors", pure=True),
-    "kvd.gateway": Row("kvd_client"),
+    "kvd.gateway": Row("kvd_client", "prometheus_client starlette uvicorn"),
+    "kvd.gateway.canonical": Row("kvd.gateway.errors", pure=True),
+    "kvd.gateway.conversations": Row(pure=True),
+    "kvd.gateway.fields": Row("kvd.gateway.errors", pure=True),
+    "kvd.gateway.identity": Row("kvd.gateway.errors", pure=True),
     "kvd.ops": Row("kvd.errors", "structlog"),
     # What people run. `cli` and `daemon` (with `assembly` and `formats`) are the only ones that wire everything.
     "kvd.bench": Row("kvd kvd_client", "click mlx numpy rich"),
@@ -112,6 +116,7 @@ LAYERS = {
     "kvd.cli": Row("kvd kvd_client", "click rich platformdirs"),
     "kvd.cli_config": Row("kvd.config kvd.errors kvd.model.paths kvd.ops.sizes kvd_client", "click"),
     "kvd.cli_service": Row("kvd.cli_config kvd.errors kvd.ops kvd_client", "click"),
+    "kvd.cli_gateway": Row("kvd.errors kvd.ops kvd.gateway kvd_client.paths", "click"),
     "kvd.cli_model": Row("kvd kvd_client", "click rich"),
     "kvd.cli_doctor": Row("kvd kvd_client", "click rich"),
     # Examines everything, so it may look at everything.
@@ -224,6 +229,7 @@ def test_the_table_refuses(tmp_path: Path, module: str, source: str, expected: s
         ("kvd.vm", "mlx mlx_lm"),
         ("kvd.store", "mlx mlx_lm"),
         ("kvd.front", "mlx mlx_lm"),
+        ("kvd.gateway.serve", "kvd.front kvd.scheduler kvd.store kvd.vm mlx mlx_lm numpy"),
         ("kvd.ops", "mlx mlx_lm numpy"),
         ("kvd.launcher", "mlx mlx_lm numpy"),
     ],

@@ -1,0 +1,219 @@
+"""`kvd gateway`: OpenAI's and Anthropic's APIs over HTTP, in front of a running daemon.
+
+Heavy imports happen inside, so that `--help` is quick. May import kvd.gateway, kvd.errors, kvd.ops, kvd_client.paths.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from kvd.errors import KvdError
+from kvd.ops.logs import LEVELS
+from kvd.ops.sizes import parse_size
+
+DEFAULT_LISTEN = "127.0.0.1:8787"
+WITH_PARENT = "--with-parent"
+"""Tells a gateway that `kvd serve --http` started to end with it."""
+
+
+def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    try:
+        return parse_size(value, what="max-body")
+    except KvdError as error:
+        raise click.BadParameter(error.message) from None
+
+
+@click.command()
+@click.option(
+    "--listen",
+    envvar="KVD_GATEWAY_LISTEN",
+    show_envvar=True,
+    metavar="HOST:PORT",
+    default=DEFAULT_LISTEN,
+    show_default=True,
+    help="Where to listen; port 0 takes a free one. Anything but loopback needs --api-key-file.",
+)
+@click.option(
+    "--data-dir",
+    envvar="KVD_DATA_DIR",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="The daemon's data folder [default: kvd in the user's data folder].",
+)
+@click.option(
+    "--socket",
+    envvar="KVD_SOCKET",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="The daemon's Unix socket [default: kvd.sock in the data folder].",
+)
+@click.option(
+    "--api-key-file",
+    envvar="KVD_GATEWAY_API_KEY_FILE",
+    show_envvar=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keys that clients must send, one a line, KEY or KEY NAMESPACE; mode 0600.",
+)
+@click.option("--allow-host", multiple=True, help="A name that requests may be sent to; may be given several times.")
+@click.option(
+    "--namespace",
+    envvar="KVD_GATEWAY_NAMESPACE",
+    show_envvar=True,
+    default="default",
+    show_default=True,
+    help="Namespace of requests whose key names none.",
+)
+@click.option(
+    "--alias",
+    multiple=True,
+    help="Another name of the loaded model, such as 'claude-*'; may be given several times.",
+)
+@click.option("--rule-on", multiple=True, metavar="NAME", help="Switch a canonicalisation rule on (see --list-rules).")
+@click.option("--rule-off", multiple=True, metavar="NAME", help="Switch a canonicalisation rule off.")
+@click.option("--list-rules", is_flag=True, help="Print the canonicalisation rules and exit.")
+@click.option("--list-identities", is_flag=True, help="Print what names a request's agent, in order, and exit.")
+@click.option(
+    "--max-body", metavar="SIZE", default="8MiB", show_default=True, callback=_bytes, help="Bytes of a request's body."
+)
+@click.option(
+    "--default-max-tokens",
+    type=click.IntRange(1, 1_000_000),
+    default=4096,
+    show_default=True,
+    help="New tokens of a chat or response that says no limit.",
+)
+@click.option(
+    "--anonymous-ttl",
+    "anonymous_ttl_s",
+    type=click.FloatRange(0, min_open=True),
+    default=86_400.0,
+    show_default=True,
+    help="Seconds after their last use in which agents of requests that name none are deleted.",
+)
+@click.option(
+    "--max-anonymous",
+    type=click.IntRange(1, 1_000_000),
+    default=1000,
+    show_default=True,
+    help="Such agents kept; the oldest go first.",
+)
+@click.option(
+    "--ping",
+    "ping_s",
+    type=click.FloatRange(0, min_open=True),
+    default=15.0,
+    show_default=True,
+    help="Seconds after which a silent stream says that it is alive.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS),
+    envvar="KVD_LOG_LEVEL",
+    show_envvar=True,
+    default="info",
+    show_default=True,
+    help="Least level logged.",
+)
+@click.option(
+    "--log-file",
+    envvar="KVD_GATEWAY_LOG_FILE",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="JSON lines go here instead of stderr.",
+)
+@click.option(WITH_PARENT, is_flag=True, hidden=True, help="End when standard input does (kvd serve --http).")
+def gateway(
+    listen: str,
+    data_dir: Path | None,
+    socket: Path | None,
+    api_key_file: Path | None,
+    allow_host: tuple[str, ...],
+    namespace: str,
+    alias: tuple[str, ...],
+    rule_on: tuple[str, ...],
+    rule_off: tuple[str, ...],
+    list_rules: bool,
+    list_identities: bool,
+    max_body: int,
+    default_max_tokens: int,
+    anonymous_ttl_s: float,
+    max_anonymous: int,
+    ping_s: float,
+    log_level: str,
+    log_file: Path | None,
+    with_parent: bool,
+) -> None:
+    """Serve OpenAI's and Anthropic's APIs over HTTP, in front of a running daemon.
+
+    A process of its own: it keeps no cache, and its end costs none. Prints the base URL as one JSON line on standard
+    output once it listens.
+
+    Example: kvd gateway --alias 'claude-*'
+    """
+    from kvd.gateway import (
+        RULES,
+        CannotListen,
+        GatewayConfigError,
+        GatewaySettings,
+        KeyRing,
+        chosen_rules,
+        parse_address,
+        read_key_file,
+    )
+    from kvd.gateway.identity import SOURCES
+    from kvd.gateway.settings import host_names
+    from kvd_client.paths import resolve_socket
+
+    if list_rules or list_identities:
+        rows = [(r.name, "on" if r.default else "off", r.summary) for r in RULES] if list_rules else []
+        rows += [(name, "", summary) for name, summary in SOURCES] if list_identities else []
+        for name, state, summary in rows:
+            click.echo(f"{name:22} {state:4}{summary}")
+        return
+    try:
+        host, port = parse_address(listen)
+        settings = GatewaySettings(
+            socket=resolve_socket(socket, data_dir),
+            host=host,
+            port=port,
+            keys=read_key_file(api_key_file.expanduser()) if api_key_file else KeyRing(),
+            allowed_hosts=host_names(allow_host),
+            namespace=namespace,
+            aliases=alias,
+            rules=chosen_rules(rule_on, rule_off),
+            max_body_bytes=max_body,
+            default_max_tokens=default_max_tokens,
+            anonymous_ttl_s=anonymous_ttl_s,
+            max_anonymous=max_anonymous,
+            ping_s=ping_s,
+        )
+        _run(settings, log_level, log_file, with_parent=with_parent)
+    except (GatewayConfigError, CannotListen, OSError) as error:  # OSError: the log file
+        click.echo(f"kvd: {error}", err=True)
+        sys.exit(2 if isinstance(error, GatewayConfigError) else 1)
+
+
+def _run(settings: object, log_level: str, log_file: Path | None, *, with_parent: bool) -> None:
+    from kvd.gateway import GatewaySettings
+    from kvd.gateway.serve import run
+    from kvd.ops.logs import get_logger, setup_logging
+
+    assert isinstance(settings, GatewaySettings)
+
+    def ready(url: str) -> None:
+        click.echo(json.dumps({"url": url, "socket": str(settings.socket)}))
+        sys.stdout.flush()
+        log.info("listening", url=url, socket=str(settings.socket), keys=len(settings.keys.digests))
+
+    with ExitStack() as stack:
+        stack.enter_context(setup_logging(level=log_level, file=log_file))
+        log = get_logger("kvd.gateway")
+        run(settings, log, ready=ready, with_parent=with_parent)
+
+
+__all__ = ["WITH_PARENT", "gateway"]

@@ -1,0 +1,35 @@
+"""The HTTP gateway: OpenAI's and Anthropic's APIs in front of a kvd daemon. A process of its own that only translates.
+
+It speaks to the daemon through `kvd_client` alone and holds no attention state: a crash here costs no cache.
+
+- `app`: routes, and around them host check, keys, limits, errors, one log line a request. `serve`: listening.
+- `turns`: one request's turn in the daemon, its stream and its end. `answers`: a finished turn. `backend`: the daemon.
+- `openai_chat`, `openai_completions`, `openai_responses` with `responses_stream`, `anthropic_messages`: the dialects;
+  `openai_params`: what OpenAI's have in common; `sse`: events as bytes.
+- `identity`: whose address space a request continues. `conversations`: those of requests that name nobody.
+- `canonical`: volatile spans that are removed before anything is matched.
+- `fields`: reading JSON with errors that name what is allowed. `errors`: faults in both dialects.
+- `auth`: API keys and the Host header. `settings`: what `kvd gateway` can be told.
+- `record`: what a request was, for its log line; `metrics`: figures for Prometheus.
+
+May import kvd_client, starlette, uvicorn and prometheus_client.
+"""
+
+from __future__ import annotations
+
+from kvd.gateway.auth import KeyFileError, KeyRing, read_key_file
+from kvd.gateway.canonical import RULES, chosen_rules
+from kvd.gateway.errors import CannotListen, GatewayConfigError
+from kvd.gateway.settings import GatewaySettings, parse_address
+
+__all__ = [
+    "RULES",
+    "CannotListen",
+    "GatewayConfigError",
+    "GatewaySettings",
+    "KeyFileError",
+    "KeyRing",
+    "chosen_rules",
+    "parse_address",
+    "read_key_file",
+]

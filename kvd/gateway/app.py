@@ -1,0 +1,352 @@
+"""The gateway as an ASGI application: routes, and around them what holds for every request.
+
+Around: a request id, the Host header, the API key, the media type, one canonical log line, metrics, and errors in the
+dialect of the path. Routes only translate. May import starlette, structlog, kvd_client and siblings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvd.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
+from kvd.gateway.answers import new_id
+from kvd.gateway.auth import check_host, check_key
+from kvd.gateway.backend import Backend
+from kvd.gateway.canonical import Canonical, header_rules
+from kvd.gateway.conversations import Conversations
+from kvd.gateway.errors import ApiError, ClientGone, Dialect, from_daemon
+from kvd.gateway.fields import Fields, parse_body
+from kvd.gateway.identity import ANONYMOUS_PREFIX
+from kvd.gateway.metrics import CONTENT_TYPE, Metrics
+from kvd.gateway.record import Record
+from kvd.gateway.responses_stream import ResponseWriter
+from kvd.gateway.settings import GatewaySettings
+from kvd.gateway.turns import Plan, Turns, Writer, unless_gone
+from kvd_client import AsyncClient, KvdClientError, RemoteError
+
+UNGUARDED = ("/health",)
+"""Paths that need no API key: they tell nothing but whether requests are served."""
+REAP_EVERY_S = 60.0
+STATUS_GONE = 499
+"""In log and metrics: the client left before anything was sent (nginx's number)."""
+
+
+class Log(Protocol):
+    """The part of a logger that is used here."""
+
+    def info(self, event: str, **facts: object) -> object:
+        """What went well."""
+
+    def warning(self, event: str, **facts: object) -> object:
+        """What did not."""
+
+    def exception(self, event: str, **facts: object) -> object:
+        """A bug, with its traceback."""
+
+
+class Gateway:
+    """One gateway: settings, the connection to the daemon, and the application. Owner: the event loop.
+
+    Args:
+        settings: validated.
+        client: to the daemon.
+        log: gets one line a request.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        client: AsyncClient,
+        log: Log,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.client = client
+        self.log = log
+        self.clock = clock
+        self.conversations = Conversations(ttl_s=settings.anonymous_ttl_s, most=settings.max_anonymous)
+        self.metrics = Metrics(self.conversations)
+        self._backend = Backend(client, settings.aliases, clock=clock)
+        self._turns = Turns(self._backend, self.conversations, ping_s=settings.ping_s, clock=clock)
+        self.app: ASGIApp = _Around(self._routes(), self)
+
+    def _routes(self) -> Starlette:
+        post = ["POST"]
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=post),
+            Route("/v1/completions", self._completions, methods=post),
+            Route("/v1/responses", self._responses, methods=post),
+            Route("/v1/messages", self._messages, methods=post),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=post),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _no_route})
+
+    # ---- turns ------------------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Response:
+        limit = self.settings.default_max_tokens
+        return await self._turn(
+            request, lambda fields, rules: openai_chat.plan(fields, rules, limit), openai_chat.ChatWriter.of
+        )
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._turn(
+            request, lambda fields, _: openai_completions.plan(fields), openai_completions.CompletionWriter.of
+        )
+
+    async def _responses(self, request: Request) -> Response:
+        limit = self.settings.default_max_tokens
+        return await self._turn(
+            request, lambda fields, rules: openai_responses.plan(fields, rules, limit), ResponseWriter.of
+        )
+
+    async def _messages(self, request: Request) -> Response:
+        return await self._turn(request, anthropic_messages.plan, anthropic_messages.MessageWriter.of)
+
+    async def _turn(
+        self,
+        request: Request,
+        plan: Callable[[Fields, Canonical], Plan],
+        writer: Callable[[Fields, str], Writer],
+    ) -> Response:
+        fields = await self._fields(request)
+        canonical = Canonical(header_rules(request.headers.get("x-kvd-rules"), self.settings.rules))
+        planned = plan(fields, canonical)
+        request.state.record.rules = tuple(sorted(canonical.fired))
+        facts = await self._served(fields)
+        return await self._turns.answer(request, planned, writer(fields, facts))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        canonical = Canonical(header_rules(request.headers.get("x-kvd-rules"), self.settings.rules))
+        parameters = anthropic_messages.counted(fields, canonical)
+        await self._served(fields)
+        try:
+            result = await unless_gone(request, self.client.call("tokenize", parameters))
+        except KvdClientError as error:
+            raise from_daemon(error) from error
+        return JSONResponse({"input_tokens": result["count"]})
+
+    async def _served(self, fields: Fields) -> str:
+        """The loaded model's name, if the request means it."""
+        name = fields.text("model")
+        try:
+            return (await self._backend.served(name)).name
+        except KvdClientError as error:
+            raise from_daemon(error) from error
+
+    async def _fields(self, request: Request) -> Fields:
+        """The request's body, bounded.
+
+        Raises:
+            ApiError: too large, or no JSON object.
+        """
+        limit = self.settings.max_body_bytes
+        too_large = ApiError("too_large", f"the request's body may have {limit} bytes (kvd gateway --max-body)")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            raise too_large
+        data = bytearray()
+        async for piece in request.stream():
+            data += piece
+            if len(data) > limit:
+                raise too_large
+        return parse_body(bytes(data))
+
+    # ---- the model and the service ----------------------------------------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        entry = await self._model_entry(request)
+        if dialect_of(request.url.path, request.headers) == "anthropic":
+            return JSONResponse({"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]})
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def _model(self, request: Request) -> Response:
+        try:
+            await self._backend.served(request.path_params["name"])
+        except KvdClientError as error:
+            raise from_daemon(error) from error
+        return JSONResponse(await self._model_entry(request))
+
+    async def _model_entry(self, request: Request) -> dict[str, object]:
+        try:
+            facts = await self._backend.model()
+        except KvdClientError as error:
+            raise from_daemon(error) from error
+        if dialect_of(request.url.path, request.headers) == "anthropic":
+            return {
+                "type": "model",
+                "id": facts.name,
+                "display_name": facts.name,
+                "created_at": "1970-01-01T00:00:00Z",
+                "lifecycle": "active",
+                "max_input_tokens": facts.context_tokens,
+                "max_tokens": facts.context_tokens,
+            }
+        return {
+            "id": facts.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvd",
+            "context_length": facts.context_tokens,
+        }
+
+    async def _health(self, request: Request) -> Response:
+        try:
+            health = await self.client.health()
+        except KvdClientError as error:
+            return JSONResponse({"status": "daemon unreachable", "message": error.message}, status_code=503)
+        body = {"status": "ok" if health.ready else health.status}
+        return JSONResponse(body, status_code=200 if health.ready else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await self.metrics.scrape(self.client), media_type=CONTENT_TYPE)
+
+    # ---- anonymous agents -------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        reaper = asyncio.create_task(self._reap_for_ever())
+        try:
+            yield
+        finally:
+            reaper.cancel()
+            await asyncio.gather(reaper, return_exceptions=True)
+            await self.client.close()
+
+    async def _reap_for_ever(self) -> None:
+        adopted = False
+        while True:
+            with suppress(KvdClientError):  # a daemon that is away now is asked again later
+                if not adopted:
+                    await self.adopt()
+                    adopted = True
+                await self.reap()
+            await asyncio.sleep(REAP_EVERY_S)
+
+    async def adopt(self) -> None:
+        """Take over the anonymous agents of an earlier run, with the age that the daemon knows."""
+        now_s, epoch_s = self.clock(), time.time()
+        for agent in await self.client.agents():
+            if agent.namespace in self.settings.namespaces and agent.agent.startswith(ANONYMOUS_PREFIX):
+                created = agent.server.get("created_s")
+                age_s = max(0.0, epoch_s - created) if isinstance(created, int | float) else 0.0
+                self.conversations.adopt(agent.namespace, agent.agent, now_s - age_s)
+
+    async def reap(self) -> None:
+        """Delete the anonymous agents whose time is over."""
+        for namespace, agent in self.conversations.expire(self.clock()):
+            with suppress(RemoteError):  # it is gone already
+                await self.client.delete(agent, namespace=namespace)
+
+
+class _Around:
+    """What holds for every request. Owner: the event loop."""
+
+    def __init__(self, inner: ASGIApp, gateway: Gateway) -> None:
+        self._inner = inner
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+        headers = _headers(scope)
+        path = scope["path"]
+        record = Record(new_id("req_"), scope["method"], path, self._gateway.clock)
+        scope.setdefault("state", {})["record"] = record
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                record.status = message["status"]
+                ids = [(name, record.request_id.encode()) for name in (b"x-request-id", b"request-id")]
+                message = {**message, "headers": [*message.get("headers", []), *ids]}
+            await send(message)
+
+        self._gateway.metrics.begin()
+        try:
+            await self._served(scope, receive, sending, headers, record)
+        except (ClientGone, ClientDisconnect):
+            record.outcome, record.status = "disconnected", record.status or STATUS_GONE
+        except Exception as error:
+            fault = (
+                error if isinstance(error, ApiError) else ApiError("internal", "a bug of the gateway; its log has it")
+            )
+            record.failed(fault)
+            if fault is not error:
+                self._gateway.log.exception("bug", request_id=record.request_id, path=path)
+            if not started:
+                body = fault.body(dialect_of(path, headers), record.request_id)
+                response = JSONResponse(body, status_code=fault.status, headers=fault.headers())
+                await response(scope, receive, sending)
+        finally:
+            self._done(scope, record)
+
+    async def _served(
+        self, scope: Scope, receive: Receive, send: Send, headers: Mapping[str, str], record: Record
+    ) -> None:
+        settings = self._gateway.settings
+        check_host(headers.get("host"), settings.allowed_hosts)
+        if record.path not in UNGUARDED:
+            record.namespace = check_key(settings.keys, headers, settings.namespace)
+        if record.method == "POST":
+            media = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media != "application/json":  # a browser may not send that to a foreign site without asking first
+                raise ApiError("media_type", f"content-type must be application/json, not {media[:40]!r}")
+        await self._inner(scope, receive, send)
+
+    def _done(self, scope: Scope, record: Record) -> None:
+        route = scope.get("route")
+        if isinstance(route, Route):
+            record.endpoint = route.path
+        self._gateway.metrics.end(record)
+        log = self._gateway.log
+        (log.info if record.outcome in ("ok", "disconnected") else log.warning)("request", **record.line())
+
+
+def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
+    """Which service a request takes this for: by its path, and where both have it by Anthropic's version header."""
+    if path.startswith("/v1/messages") or "anthropic-version" in headers:
+        return "anthropic"
+    return "openai"
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """Headers by lower-case name; of repeated ones the first."""
+    found: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        found.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+    return found
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such path, another method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 405:
+        raise ApiError("method_not_allowed", f"{request.method} is not allowed for {request.url.path}")
+    raise ApiError(
+        "not_found", f"there is no {request.method} {request.url.path[:80]} here; docs/gateway.md lists what is"
+    )
+
+
+__all__ = ["Gateway", "Log", "dialect_of"]

@@ -1,0 +1,151 @@
+"""Who may use the gateway: API keys from a private file, and the Host header against DNS rebinding.
+
+Keys are compared in constant time, all of them, so that neither content nor number shows in how long a refusal takes.
+A page of some web site that the user looks at could reach a loopback port: it does so under a name of its own, which
+the Host header tells, so names that are not known are refused; IP addresses and `localhost` cannot be rebound. May
+import kvd.gateway.errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.gateway.errors import ApiError, GatewayConfigError
+
+MIN_KEY_CHARACTERS = 16
+
+
+class KeyFileError(GatewayConfigError):
+    """The file of API keys cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRing:
+    """API keys and their namespaces. Empty: nobody needs one.
+
+    Attributes:
+        digests: SHA-256 of a key -> its namespace; None is the gateway's own.
+    """
+
+    digests: tuple[tuple[bytes, str | None], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+    def namespaces(self) -> frozenset[str]:
+        """Namespaces that keys name."""
+        return frozenset(namespace for _, namespace in self.digests if namespace is not None)
+
+    def namespace_of(self, key: str) -> tuple[bool, str | None]:
+        """Whether a key is known, and its namespace."""
+        given = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        known, found = False, None
+        for digest, namespace in self.digests:  # to the end, always
+            if hmac.compare_digest(given, digest):
+                known, found = True, namespace
+        return known, found
+
+
+def read_key_file(path: Path) -> KeyRing:
+    """Keys of a file: one a line, `KEY` or `KEY NAMESPACE`; empty lines and lines with `#` in front are skipped.
+
+    Raises:
+        KeyFileError: absent, readable by others, a short key, no key, or a key that stands there twice.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with os.fdopen(fd, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise KeyFileError(f"{path} can be used by others (mode {mode:04o}): chmod 600 {path}")
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise KeyFileError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise KeyFileError(f"{path} is no text: one key a line is wanted") from None
+    found: dict[bytes, str | None] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 2 or len(words[0]) < MIN_KEY_CHARACTERS:
+            raise KeyFileError(
+                f"{path}, line {number}: KEY or KEY NAMESPACE is wanted, with a key of {MIN_KEY_CHARACTERS} "
+                "characters or more"
+            )
+        digest = hashlib.sha256(words[0].encode()).digest()
+        if digest in found:
+            raise KeyFileError(f"{path}, line {number}: this key stands there twice")
+        found[digest] = words[1] if len(words) == 2 else None
+    if not found:
+        raise KeyFileError(f"{path} has no key: write one a line, for example from: openssl rand -hex 24")
+    return KeyRing(tuple(found.items()))
+
+
+def check_key(keys: KeyRing, headers: Mapping[str, str], default_namespace: str) -> str:
+    """The namespace of a request.
+
+    Args:
+        keys: those that are known.
+        headers: by lower-case name.
+        default_namespace: of keys that name none, and of everybody when there are no keys.
+
+    Raises:
+        ApiError: no key, or an unknown one.
+    """
+    if not keys:
+        return default_namespace
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
+    if not key:
+        raise ApiError(
+            "authentication",
+            "no API key: send it as Authorization: Bearer KEY or x-api-key: KEY",
+            code="missing_api_key",
+        )
+    known, namespace = keys.namespace_of(key)
+    if not known:
+        raise ApiError("authentication", "incorrect API key; the keys that are known stand in the gateway's key file")
+    return namespace or default_namespace
+
+
+def check_host(host: str | None, allowed: frozenset[str]) -> None:
+    """Refuse a Host header with a name that is not known.
+
+    Raises:
+        ApiError: it is absent or foreign.
+    """
+    name = host_name(host or "")
+    if name == "localhost" or name in allowed or _is_address(name):
+        return
+    raise ApiError(
+        "permission",
+        f"the host {name[:80]!r} is not served here; IP addresses and localhost are, and names given with --allow-host",
+        code="host_not_allowed",
+    )
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+__all__ = ["KeyFileError", "KeyRing", "check_host", "check_key", "read_key_file"]

@@ -1,0 +1,125 @@
+"""Anonymous conversations: which agent holds which beginning, so that the next turn can fork it; and their end.
+
+Theory of operation. A request that names nobody gets an agent of its own, always. Two clients may send the same text,
+so no likeness of content proves that a request is the same client's; what it does prove is that the client knows the
+text. Therefore the new agent is *forked* from the anonymous agent of the same namespace whose conversation the request
+repeats furthest: it shares pages, copies at most one partial page, and resumes at the exact token, while the other
+agent stays as it was. Where nothing is known (after a restart of the gateway) the daemon's sharing of pages by text
+still makes whole pages hits.
+
+A conversation is a chain of digests, one for each message and all before it. The table maps digests to agents, the
+latest wins. Anonymous agents expire after a time without use, the oldest first when there are too many; those that an
+earlier run of the gateway left are adopted with the age that the daemon knows. Pure: time is given. May import the
+standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+Owner = tuple[str, str]
+"""(namespace, agent)."""
+
+
+def chain_of(messages: Sequence[Mapping[str, Any]], tools: object = None) -> list[bytes]:
+    """One digest for each message: of it, of all before it, and of the tools, which templates print at the front."""
+    digest = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).digest()
+    chain = []
+    for message in messages:
+        data = json.dumps(_meaning(message), ensure_ascii=True, sort_keys=True).encode()
+        digest = hashlib.blake2b(digest + data, digest_size=16).digest()
+        chain.append(digest)
+    return chain
+
+
+def _meaning(message: Mapping[str, Any]) -> list[object]:
+    """What of a message tells conversations apart; not its reasoning, which many clients drop."""
+    calls = message.get("tool_calls")
+    functions = [_call_meaning(call) for call in calls] if isinstance(calls, list) else []
+    return [message.get("role"), message.get("content") or "", functions, message.get("tool_call_id")]
+
+
+def _call_meaning(call: object) -> object:
+    """A tool call without its spelling: arguments as the value that their JSON has."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [function.get("name"), arguments]
+
+
+@dataclass(slots=True)
+class _Held:
+    """An anonymous agent."""
+
+    used_s: float
+    chain: tuple[bytes, ...] = ()
+
+
+class Conversations:
+    """Owner: the gateway's event loop; `note`, `adopt`, `forget` and `expire` are the only ones that change it.
+
+    Args:
+        ttl_s: an agent expires so long after its last use.
+        most: agents kept.
+    """
+
+    def __init__(self, *, ttl_s: float, most: int) -> None:
+        self._ttl_s = ttl_s
+        self._most = most
+        self._held: dict[Owner, _Held] = {}
+        self._holders: dict[tuple[str, bytes], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def best(self, namespace: str, chain: Sequence[bytes], now_s: float) -> str | None:
+        """The agent that holds the longest beginning of a conversation; it counts as used."""
+        for digest in reversed(chain):
+            agent = self._holders.get((namespace, digest))
+            if agent is not None:
+                self._held[namespace, agent].used_s = now_s
+                return agent
+        return None
+
+    def note(self, namespace: str, agent: str, chain: Sequence[bytes], now_s: float) -> None:
+        """An agent holds a conversation, all its beginnings included."""
+        self.forget(namespace, agent)
+        self._held[namespace, agent] = _Held(now_s, tuple(chain))
+        for digest in chain:
+            self._holders[namespace, digest] = agent
+
+    def adopt(self, namespace: str, agent: str, used_s: float) -> None:
+        """An agent of an earlier run, whose conversation is not known; it only has an end."""
+        if (namespace, agent) not in self._held:
+            self._held[namespace, agent] = _Held(used_s)
+
+    def forget(self, namespace: str, agent: str) -> None:
+        """An agent is gone."""
+        held = self._held.pop((namespace, agent), None)
+        for digest in held.chain if held is not None else ():
+            if self._holders.get((namespace, digest)) == agent:
+                del self._holders[namespace, digest]
+
+    def expire(self, now_s: float) -> list[Owner]:
+        """Forget agents whose time is over, and the oldest that are too many; returns them, to be deleted."""
+        by_age = sorted(self._held, key=lambda owner: self._held[owner].used_s)
+        surplus = len(by_age) - self._most
+        ended = [
+            owner
+            for number, owner in enumerate(by_age)
+            if number < surplus or now_s - self._held[owner].used_s >= self._ttl_s
+        ]
+        for namespace, agent in ended:
+            self.forget(namespace, agent)
+        return ended
+
+
+__all__ = ["Conversations", "Owner", "chain_of"]

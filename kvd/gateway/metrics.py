@@ -1,0 +1,93 @@
+"""Figures for Prometheus: the gateway's own, counted per request, and the daemon's, asked for at each scrape.
+
+Names are listed in docs/gateway.md. May import prometheus_client, kvd_client and siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvd.gateway.conversations import Conversations
+from kvd.gateway.record import Record
+from kvd_client import AsyncClient, KvdClientError
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+DAEMON_FIGURES = ("running", "queued", "preempted", "max_batch")
+"""Of `health`; from `statistics` every number is told."""
+
+
+class Metrics:
+    """Owner: the event loop.
+
+    Args:
+        conversations: anonymous ones, which are counted.
+    """
+
+    def __init__(self, conversations: Conversations) -> None:
+        self.registry = CollectorRegistry()
+        of = {"registry": self.registry}
+        self._requests = Counter(
+            "kvd_gateway_requests", "Requests by endpoint, status and outcome.", ("endpoint", "status", "outcome"), **of
+        )
+        self._seconds = Histogram(
+            "kvd_gateway_request_seconds", "From arrival to the last byte.", ("endpoint",), buckets=SECONDS, **of
+        )
+        self._ttft = Histogram(
+            "kvd_gateway_first_token_seconds",
+            "From arrival to the first sampled token.",
+            ("endpoint",),
+            buckets=SECONDS,
+            **of,
+        )
+        self._tokens = Counter(
+            "kvd_gateway_tokens", "Tokens by kind: prompt (cached ones included), cached, completion.", ("kind",), **of
+        )
+        self._identities = Counter("kvd_gateway_identities", "Turns by what named the agent.", ("source",), **of)
+        self._rules = Counter("kvd_gateway_rules", "Requests that a canonicalisation rule changed.", ("rule",), **of)
+        self._running = Gauge("kvd_gateway_running_requests", "Requests that are being answered.", **of)
+        self._up = Gauge("kvd_gateway_daemon_up", "1 if the daemon answered the scrape.", **of)
+        self._daemon = Gauge("kvd_gateway_daemon", "Figures of the daemon, under its own names.", ("figure",), **of)
+        anonymous = Gauge("kvd_gateway_anonymous_agents", "Agents of requests that named none.", **of)
+        anonymous.set_function(lambda: len(conversations))
+
+    def begin(self) -> None:
+        """A request came."""
+        self._running.inc()
+
+    def end(self, record: Record) -> None:
+        """It was answered."""
+        self._running.dec()
+        self._requests.labels(record.endpoint, str(record.status), record.outcome).inc()
+        self._seconds.labels(record.endpoint).observe(record.clock() - record.started_s)
+        if record.identity:
+            self._identities.labels(record.identity).inc()
+        for rule in record.rules:
+            self._rules.labels(rule).inc()
+        if record.ttft_s is not None:
+            self._ttft.labels(record.endpoint).observe(record.ttft_s)
+        if record.result is not None:
+            self._tokens.labels("prompt").inc(record.result.prompt_tokens)
+            self._tokens.labels("cached").inc(record.result.cached_tokens)
+            self._tokens.labels("completion").inc(record.result.completion_tokens)
+
+    async def scrape(self, client: AsyncClient) -> bytes:
+        """All figures as text; without the daemon's when it does not answer."""
+        try:
+            health = (await client.health()).server
+            figures: Mapping[str, object] = await client.call("statistics")
+        except KvdClientError:
+            self._up.set(0)
+            self._daemon.clear()
+        else:
+            self._up.set(1)
+            told = {name: health.get(name) for name in DAEMON_FIGURES} | dict(figures)
+            for name, value in told.items():
+                if isinstance(value, int | float):
+                    self._daemon.labels(name).set(value)
+        return generate_latest(self.registry)
+
+
+__all__ = ["CONTENT_TYPE", "Metrics"]

@@ -1,0 +1,110 @@
+"""What `kvd gateway` can be told: validated once, here; frozen ever after. May import siblings."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.gateway.auth import KeyRing
+from kvd.gateway.canonical import chosen_rules
+from kvd.gateway.errors import GatewayConfigError
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8787
+DEFAULT_MAX_BODY_BYTES = 8 * 2**20
+LARGEST_BODY_BYTES = 15 * 2**20
+"""The daemon accepts messages of 16 MiB; text and field names around a body fit into the rest."""
+DEFAULT_MAX_TOKENS = 4096
+DEFAULT_ANONYMOUS_TTL_S = 86_400.0
+DEFAULT_PING_S = 15.0
+MAX_ANONYMOUS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Everything the gateway can be told.
+
+    Attributes:
+        socket: the daemon's socket.
+        host, port: where to listen; port 0 takes a free one.
+        keys: API keys; none on loopback lets everybody in.
+        allowed_hosts: names that a Host header may have besides IP addresses and `localhost`.
+        namespace: of requests without a key that names one.
+        aliases: names (with `*`) under which the loaded model is served, too.
+        rules: names of the canonicalisation rules in force.
+        max_body_bytes: of a request.
+        default_max_tokens: for requests that say none.
+        anonymous_ttl_s: anonymous agents expire so long after their last use.
+        max_anonymous: anonymous agents kept.
+        ping_s: a stream that has nothing to say says so this often.
+    """
+
+    socket: Path
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    keys: KeyRing = KeyRing()  # noqa: RUF009  (frozen)
+    allowed_hosts: frozenset[str] = frozenset()
+    namespace: str = "default"
+    aliases: tuple[str, ...] = ()
+    rules: frozenset[str] = chosen_rules()
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
+    anonymous_ttl_s: float = DEFAULT_ANONYMOUS_TTL_S
+    max_anonymous: int = MAX_ANONYMOUS
+    ping_s: float = DEFAULT_PING_S
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and not self.keys:
+            raise GatewayConfigError(
+                f"{self.host} is not a loopback address: other machines could use the model; "
+                "give --api-key-file, or listen on 127.0.0.1"
+            )
+        _within("port", self.port, 0, 65535)
+        _within("max-body", self.max_body_bytes, 1024, LARGEST_BODY_BYTES)
+        _within("default-max-tokens", self.default_max_tokens, 1, 1_000_000)
+        _within("max-anonymous", self.max_anonymous, 1, 1_000_000)
+        for name, value in (("anonymous-ttl", self.anonymous_ttl_s), ("ping", self.ping_s)):
+            if not value > 0:
+                raise GatewayConfigError(f"{name} must be above 0 seconds, not {value:g}")
+
+    @property
+    def namespaces(self) -> frozenset[str]:
+        """All namespaces that requests can come to."""
+        return frozenset({self.namespace, *self.keys.namespaces()})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, `[::1]:PORT` or a port alone.
+
+    Raises:
+        GatewayConfigError: it is none of them.
+    """
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise GatewayConfigError(f"an address is HOST:PORT with a port from 0 to 65535, not {text!r}")
+    return host.strip("[]") or DEFAULT_HOST, int(port)
+
+
+def host_names(names: Iterable[str]) -> frozenset[str]:
+    """Host names as they are compared."""
+    return frozenset(name.strip().lower().rstrip(".") for name in names)
+
+
+def _within(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise GatewayConfigError(f"{name} must be from {low} to {high}, not {value}")
+
+
+__all__ = ["GatewaySettings", "host_names", "is_loopback", "parse_address"]

@@ -1,0 +1,370 @@
+"""One request's turn in the daemon, whatever the dialect: who it belongs to, its stream, its end, a client that leaves.
+
+Theory of operation. A dialect makes a `Plan` of a request. `Turns.start` finds the agent (for anonymous requests: forks
+one) and sends the call. Then either `whole` waits for the answer, or `EventStream` sends what the dialect's writer
+makes of each event. Headers of a stream go out when the daemon has matched the prompt: what it refuses before that is
+an HTTP status, not an error inside a stream. A stream with nothing to say pings.
+
+A client that closes its connection ends its call at once, in both forms: the daemon stops at its next step and keeps
+what it computed. May import kvd_client, starlette and siblings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvd.gateway.answers import Answer, answer_of, new_id
+from kvd.gateway.backend import Backend
+from kvd.gateway.conversations import Conversations, chain_of
+from kvd.gateway.errors import ApiError, ClientGone, from_daemon
+from kvd.gateway.identity import ANONYMOUS_PREFIX, identify
+from kvd.gateway.record import Record
+from kvd_client import AsyncGenerateStream, KvdClientError, RemoteError
+from kvd_client.stream import FirstToken, Matched, Queued, StreamEvent
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a dialect made of a request.
+
+    Attributes:
+        method: the daemon's.
+        messages: the conversation, canonical; None for `generate`.
+        text: the whole text, for `generate`.
+        options: the daemon's parameters.
+        body: the request as it came, for the identity.
+        stream: whether the client wants events.
+        names: the daemon's parameters -> the dialect's fields, where they differ.
+    """
+
+    method: Literal["chat", "generate"]
+    options: Mapping[str, Any]
+    body: Mapping[str, Any]
+    stream: bool
+    messages: Sequence[Mapping[str, Any]] | None = None
+    text: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+class Writer(Protocol):
+    """A dialect's way to say a turn, for one request. Each method returns the bytes of zero or more SSE events."""
+
+    def begin(self, matched: Matched | None) -> bytes:
+        """Before anything else; `matched` is None where the daemon has not said yet."""
+
+    def event(self, event: StreamEvent) -> bytes:
+        """Something happened."""
+
+    def end(self, answer: Answer) -> bytes:
+        """The turn is over."""
+
+    def error(self, error: ApiError) -> bytes:
+        """It failed after it had begun."""
+
+    def ping(self) -> bytes:
+        """Nothing happened for a while."""
+
+    def whole(self, answer: Answer) -> Mapping[str, Any]:
+        """The whole answer, for clients that want no stream."""
+
+
+class Turns:
+    """Owner: the event loop.
+
+    Args:
+        backend: the daemon.
+        conversations: anonymous ones.
+        ping_s: how long a stream may be silent.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        conversations: Conversations,
+        *,
+        ping_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._conversations = conversations
+        self._ping_s = ping_s
+        self._clock = clock
+
+    async def answer(self, request: Request, plan: Plan, writer: Writer) -> Response:
+        """Run a turn and answer the request, as a whole or as a stream.
+
+        Raises:
+            ApiError: the daemon refused before anything was sent.
+            ClientGone: the client did not wait.
+        """
+        record: Record = request.state.record
+        record.stream = plan.stream
+        running = await unless_gone(request, self._start(request, plan, record))
+        try:
+            if plan.stream:
+                return await unless_gone(request, self._stream(running, writer, record))
+            answer = await unless_gone(request, running.answer())
+        except BaseException:
+            running.close()
+            raise
+        return JSONResponse(dict(writer.whole(answer)), headers=running.headers())
+
+    async def _start(self, request: Request, plan: Plan, record: Record) -> Running:
+        try:
+            return await self._begun(request, plan, record)
+        except KvdClientError as error:
+            raise from_daemon(error, plan.names) from error
+
+    async def _begun(self, request: Request, plan: Plan, record: Record) -> Running:
+        identity = identify(request.headers, plan.body, plan.messages)
+        record.identity, namespace, agent = identity.source, record.namespace, identity.agent
+        chain: list[bytes] | None = None
+        if agent is None:
+            agent = new_id(ANONYMOUS_PREFIX)
+            chain = [] if plan.messages is None else chain_of(plan.messages, plan.options.get("tools"))
+            if (await self._backend.model()).shares:
+                await self._fork(namespace, agent, chain)
+        record.agent = agent
+        client, options = self._backend.client, {**plan.options, "stream": plan.stream}
+        if plan.messages is None:
+            stream = client.generate_stream(agent, plan.text, namespace=namespace, **options)
+        else:
+            stream = client.chat_stream(agent, plan.messages, namespace=namespace, **options)
+        return Running(stream, plan, record, lambda answer: self._note(namespace, agent, chain, plan, answer))
+
+    async def _fork(self, namespace: str, agent: str, chain: Sequence[bytes]) -> None:
+        """Start an anonymous agent from the one that holds most of its conversation, if there is any."""
+        source = self._conversations.best(namespace, chain, self._clock())
+        if source is None:
+            return
+        try:
+            await self._backend.client.fork(source, agent, namespace=namespace)
+        except RemoteError:  # it was deleted, or its pages are lost: the turn starts from what the namespace shares
+            self._conversations.forget(namespace, source)
+
+    def _note(
+        self, namespace: str, agent: str, chain: Sequence[bytes] | None, plan: Plan, answer: Answer | None
+    ) -> None:
+        """An anonymous turn ended; after a failure (None) only its agent is known, not what it holds."""
+        if chain is None:
+            return
+        held: Sequence[bytes] = ()
+        if answer is not None and plan.messages is not None:
+            held = chain_of([*plan.messages, answer.message], plan.options.get("tools"))
+        self._conversations.note(namespace, agent, held, self._clock())
+
+    async def _stream(self, running: Running, writer: Writer, record: Record) -> Response:
+        events = paced(running.events(), self._ping_s)
+        try:
+            first = await _prelude(events)
+        except BaseException:
+            await events.aclose()
+            raise
+        source = _written(running, events, writer, first, record)
+        return EventStream(source, running.headers(), running.close)
+
+
+class Running:
+    """One call in flight. Owner: its request.
+
+    Args:
+        stream: of the client.
+        plan: what was asked.
+        record: of the request; gets the figures.
+        ended: called once, with the answer, or with None if there was none.
+    """
+
+    def __init__(
+        self, stream: AsyncGenerateStream, plan: Plan, record: Record, ended: Callable[[Answer | None], None]
+    ) -> None:
+        self._call = stream
+        self._plan = plan
+        self._record = record
+        self._ended: Callable[[Answer | None], None] | None = ended
+        self.matched: Matched | None = None
+
+    async def answer(self) -> Answer:
+        """Wait for the end; events that were not taken are dropped.
+
+        Raises:
+            ApiError: the daemon refused or failed.
+        """
+        try:
+            async with aclosing(self.events()) as events:
+                async for _ in events:
+                    pass
+            answer = answer_of(await self._call.result())
+        except KvdClientError as error:
+            raise from_daemon(error, self._plan.names) from error
+        self._record.finish(answer.result)
+        self._end(answer)
+        return answer
+
+    async def events(self) -> AsyncGenerator[StreamEvent, None]:
+        """The daemon's events; leaving early cancels the call.
+
+        Raises:
+            ApiError: the daemon refused or failed.
+        """
+        try:
+            async for event in self._call:
+                if isinstance(event, Matched):
+                    self.matched = event
+                elif isinstance(event, FirstToken):
+                    self._record.first_token()
+                yield event
+        except KvdClientError as error:
+            raise from_daemon(error, self._plan.names) from error
+        finally:
+            self._call.close()
+
+    def close(self) -> None:
+        """It is over: cancels the call unless it is done. Safe to call twice."""
+        self._call.close()
+        self._end(None)
+
+    def headers(self) -> dict[str, str]:
+        """What kvd says besides the body."""
+        return self._record.headers(self.matched)
+
+    def _end(self, answer: Answer | None) -> None:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            if answer is None and self._record.outcome == "ok":
+                self._record.outcome = "disconnected"
+            ended(answer)
+
+
+async def _prelude(events: AsyncIterator[StreamEvent | None]) -> StreamEvent | None:
+    """The first event that says the turn has begun; None where that takes so long that the client must hear of it."""
+    async for event in events:
+        if not isinstance(event, Queued):
+            return event
+    return None
+
+
+async def _written(
+    running: Running,
+    events: AsyncGenerator[StreamEvent | None, None],
+    writer: Writer,
+    first: StreamEvent | None,
+    record: Record,
+) -> AsyncGenerator[bytes, None]:
+    """The bytes of a stream, from its beginning to its end or its error."""
+    try:
+        async with aclosing(events):
+            yield writer.begin(running.matched)
+            if first is not None:
+                yield writer.event(first)
+            async for event in events:
+                yield writer.ping() if event is None else writer.event(event)
+            yield writer.end(await running.answer())
+    except ApiError as error:
+        record.failed(error)
+        yield writer.error(error)
+    finally:
+        running.close()
+
+
+async def paced(events: AsyncGenerator[T, None], every_s: float) -> AsyncGenerator[T | None, None]:
+    """Events as they come, and None whenever none came for so long. Closes `events`."""
+    waiting: asyncio.Task[T] | None = None
+    try:
+        while True:
+            if waiting is None:
+                waiting = asyncio.ensure_future(_next(events))
+            await asyncio.wait({waiting}, timeout=every_s)
+            if not waiting.done():
+                yield None
+                continue
+            task, waiting = waiting, None
+            try:
+                event = task.result()
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await events.aclose()
+
+
+async def _next(events: AsyncGenerator[T, None]) -> T:
+    return await anext(events)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes its connection.
+
+    Raises:
+        ClientGone: it did.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has closed its connection; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events from a generator that is closed at the end, however that comes.
+
+    Args:
+        source: bytes of whole events.
+        headers: besides those of the media type.
+        close: called at the end, also where the generator was never begun.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, source: AsyncGenerator[bytes, None], headers: Mapping[str, str], close: Callable[[], None]
+    ) -> None:
+        # proxies must neither keep events back nor store them
+        kept = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
+        super().__init__(_not_empty(source), headers=kept)
+        self._source = source
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; a client that leaves ends it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+            self._close()
+
+
+async def _not_empty(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(source):
+        async for data in source:
+            if data:
+                yield data
+
+
+__all__ = ["EventStream", "Plan", "Running", "Turns", "Writer", "paced", "unless_gone"]
