@@ -41,6 +41,7 @@ class GenerateResult:
         durable: the turn survives a crash.
         durable_reason: why it does not.
         agent: whose turn it was.
+        stop_string: the stop string that ended the text; empty when something else did.
         context_full: the model's context ended the text before `max_tokens` did (with `on_context_full` `stop`).
         logprobs: of each of the `completion_tokens`, in order; None when the call did not ask for them.
         server: every other field the daemon sent.
@@ -57,6 +58,7 @@ class GenerateResult:
     durable: bool = False
     durable_reason: str = ""
     agent: str = ""
+    stop_string: str = ""
     context_full: bool = False
     logprobs: tuple[TokenLogprob, ...] | None = None
     server: Mapping[str, Any] = field(default_factory=dict)

@@ -64,13 +64,12 @@ def answer_of(result: GenerateResult) -> Answer:
     message = message if isinstance(message, dict) else {"content": result.text}
     content, reasoning = message.get("content"), message.get("reasoning_content")
     calls = message.get("tool_calls")
-    stop = result.server.get("stop_string")
     return Answer(
         content=content if isinstance(content, str) else "",
         reasoning=reasoning if isinstance(reasoning, str) else "",
         calls=tuple(_call(call) for call in calls) if isinstance(calls, list) else (),
         finish_reason=result.finish_reason,
-        stop_string=stop if isinstance(stop, str) and stop else None,
+        stop_string=result.stop_string or None,
         context_full=result.context_full,
         result=result,
         logprobs=result.logprobs or (),

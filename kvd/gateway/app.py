@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvd.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
@@ -40,6 +39,9 @@ UNGUARDED = ("/health",)
 REAP_EVERY_S = 60.0
 STATUS_GONE = 499
 """In log and metrics: the client left before anything was sent (nginx's number)."""
+
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Log(Protocol):
@@ -83,20 +85,21 @@ class Gateway:
         self._turns = Turns(self._backend, self.conversations, ping_s=settings.ping_s, clock=clock)
         self.app: ASGIApp = _Around(self._routes(), self)
 
-    def _routes(self) -> Starlette:
-        post = ["POST"]
-        routes = [
-            Route("/v1/chat/completions", self._chat, methods=post),
-            Route("/v1/completions", self._completions, methods=post),
-            Route("/v1/responses", self._responses, methods=post),
-            Route("/v1/messages", self._messages, methods=post),
-            Route("/v1/messages/count_tokens", self._count_tokens, methods=post),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
-            Route("/metrics", self._metrics, methods=["GET"]),
-        ]
-        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _no_route})
+    def _routes(self) -> Router:
+        handlers: tuple[tuple[str, str, Handler], ...] = (
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._completions),
+            ("POST", "/v1/responses", self._responses),
+            ("POST", "/v1/messages", self._messages),
+            ("POST", "/v1/messages/count_tokens", self._count_tokens),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name:path}", self._model),
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", self._metrics),
+        )
+        routes = [Route(path, _named(path, handler), methods=[method]) for method, path, handler in handlers]
+        # not `Starlette`, whose own middleware answers every error as 500 before anybody can say it in a dialect
+        return Router(routes, lifespan=self._lifespan)
 
     # ---- turns ------------------------------------------------------------------------------------------------------
 
@@ -222,13 +225,14 @@ class Gateway:
     # ---- anonymous agents -------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, app: object) -> AsyncIterator[None]:
         reaper = asyncio.create_task(self._reap_for_ever())
         try:
             yield
         finally:
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
+            await self._turns.close()
             await self.client.close()
 
     async def _reap_for_ever(self) -> None:
@@ -272,6 +276,7 @@ class _Around:
         path = scope["path"]
         record = Record(new_id("req_"), scope["method"], path, self._gateway.clock)
         scope.setdefault("state", {})["record"] = record
+        scope["app"] = self  # where there is one, the router raises what it refuses
         started = False
 
         async def sending(message: Message) -> None:
@@ -289,18 +294,17 @@ class _Around:
         except (ClientGone, ClientDisconnect):
             record.outcome, record.status = "disconnected", record.status or STATUS_GONE
         except Exception as error:
-            fault = (
-                error if isinstance(error, ApiError) else ApiError("internal", "a bug of the gateway; its log has it")
-            )
-            record.failed(fault)
-            if fault is not error:
+            fault = _fault_of(error, record.method, path)
+            if fault is None:
                 self._gateway.log.exception("bug", request_id=record.request_id, path=path)
+                fault = ApiError("internal", "a bug of the gateway; its log has the details")
+            record.failed(fault)
             if not started:
                 body = fault.body(dialect_of(path, headers), record.request_id)
                 response = JSONResponse(body, status_code=fault.status, headers=fault.headers())
                 await response(scope, receive, sending)
         finally:
-            self._done(scope, record)
+            self._done(record)
 
     async def _served(
         self, scope: Scope, receive: Receive, send: Send, headers: Mapping[str, str], record: Record
@@ -315,10 +319,7 @@ class _Around:
                 raise ApiError("media_type", f"content-type must be application/json, not {media[:40]!r}")
         await self._inner(scope, receive, send)
 
-    def _done(self, scope: Scope, record: Record) -> None:
-        route = scope.get("route")
-        if isinstance(route, Route):
-            record.endpoint = route.path
+    def _done(self, record: Record) -> None:
         self._gateway.metrics.end(record)
         log = self._gateway.log
         (log.info if record.outcome in ("ok", "disconnected") else log.warning)("request", **record.line())
@@ -339,14 +340,25 @@ def _headers(scope: Scope) -> dict[str, str]:
     return found
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: no such path, another method."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    if status == 405:
-        raise ApiError("method_not_allowed", f"{request.method} is not allowed for {request.url.path}")
-    raise ApiError(
-        "not_found", f"there is no {request.method} {request.url.path[:80]} here; docs/gateway.md lists what is"
-    )
+def _named(path: str, handler: Handler) -> Handler:
+    """A handler that tells the record which route it is."""
+
+    async def named(request: Request) -> Response:
+        request.state.record.endpoint = path
+        return await handler(request)
+
+    return named
+
+
+def _fault_of(error: Exception, method: str, path: str) -> ApiError | None:
+    """What a client is told of an exception; None for a bug."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        return ApiError("method_not_allowed", f"{method} is not allowed for {path[:80]}")
+    if isinstance(error, HTTPException):
+        return ApiError("not_found", f"there is no {method} {path[:80]} here; docs/gateway.md lists what is")
+    return None
 
 
 __all__ = ["Gateway", "Log", "dialect_of"]

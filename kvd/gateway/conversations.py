@@ -4,7 +4,8 @@ Theory of operation. A request that names nobody gets an agent of its own, alway
 so no likeness of content proves that a request is the same client's; what it does prove is that the client knows the
 text. Therefore the new agent is *forked* from the anonymous agent of the same namespace whose conversation the request
 repeats furthest: it shares pages, copies at most one partial page, and resumes at the exact token, while the other
-agent stays as it was. Where nothing is known (after a restart of the gateway) the daemon's sharing of pages by text
+agent stays as it was. When the turn is over and the new agent holds all that the other one did, the other one is
+superseded and goes: an anonymous conversation has one agent, not one a turn. Where nothing is known (after a restart of the gateway) the daemon's sharing of pages by text
 still makes whole pages hits.
 
 A conversation is a chain of digests, one for each message and all before it. The table maps digests to agents, the
@@ -95,6 +96,11 @@ class Conversations:
         self._held[namespace, agent] = _Held(now_s, tuple(chain))
         for digest in chain:
             self._holders[namespace, digest] = agent
+
+    def is_superseded(self, namespace: str, agent: str, chain: Sequence[bytes]) -> bool:
+        """Whether a conversation with this chain repeats all that an agent holds."""
+        held = self._held.get((namespace, agent))
+        return held is not None and bool(held.chain) and held.chain[-1] in chain
 
     def adopt(self, namespace: str, agent: str, used_s: float) -> None:
         """An agent of an earlier run, whose conversation is not known; it only has an end."""

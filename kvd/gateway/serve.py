@@ -77,6 +77,7 @@ async def _serve(
         gateway.app,
         lifespan="on",
         log_config=None,
+        log_level="warning",
         access_log=False,  # each request has its own line
         server_header=False,
         timeout_graceful_shutdown=STOP_GRACE_S,

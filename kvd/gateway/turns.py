@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -101,6 +101,7 @@ class Turns:
         self._conversations = conversations
         self._ping_s = ping_s
         self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def answer(self, request: Request, plan: Plan, writer: Writer) -> Response:
         """Run a turn and answer the request, as a whole or as a stream.
@@ -130,40 +131,59 @@ class Turns:
     async def _begun(self, request: Request, plan: Plan, record: Record) -> Running:
         identity = identify(request.headers, plan.body, plan.messages)
         record.identity, namespace, agent = identity.source, record.namespace, identity.agent
-        chain: list[bytes] | None = None
+        ended: Callable[[Answer | None], None] = _nothing
         if agent is None:
             agent = new_id(ANONYMOUS_PREFIX)
-            chain = [] if plan.messages is None else chain_of(plan.messages, plan.options.get("tools"))
-            if (await self._backend.model()).shares:
-                await self._fork(namespace, agent, chain)
+            ended = await self._anonymous(namespace, agent, plan)
         record.agent = agent
         client, options = self._backend.client, {**plan.options, "stream": plan.stream}
         if plan.messages is None:
             stream = client.generate_stream(agent, plan.text, namespace=namespace, **options)
         else:
             stream = client.chat_stream(agent, plan.messages, namespace=namespace, **options)
-        return Running(stream, plan, record, lambda answer: self._note(namespace, agent, chain, plan, answer))
+        return Running(stream, plan, record, ended)
 
-    async def _fork(self, namespace: str, agent: str, chain: Sequence[bytes]) -> None:
+    async def _anonymous(self, namespace: str, agent: str, plan: Plan) -> Callable[[Answer | None], None]:
+        """Make ready a turn of a request that names nobody; returns what is to be done at its end."""
+        messages, tools = plan.messages, plan.options.get("tools")
+        source: str | None = None
+        if messages is not None and (await self._backend.model()).shares:
+            source = await self._fork(namespace, agent, chain_of(messages, tools))
+
+        def ended(answer: Answer | None) -> None:
+            # after a failure it is known that there is an agent, not what it holds
+            held = chain_of([*messages, answer.message], tools) if messages is not None and answer is not None else ()
+            self._conversations.note(namespace, agent, held, self._clock())
+            if source is not None and self._conversations.is_superseded(namespace, source, held):
+                self._conversations.forget(namespace, source)
+                self._later(self._delete(namespace, source))
+
+        return ended
+
+    async def _fork(self, namespace: str, agent: str, chain: Sequence[bytes]) -> str | None:
         """Start an anonymous agent from the one that holds most of its conversation, if there is any."""
         source = self._conversations.best(namespace, chain, self._clock())
         if source is None:
-            return
+            return None
         try:
             await self._backend.client.fork(source, agent, namespace=namespace)
         except RemoteError:  # it was deleted, or its pages are lost: the turn starts from what the namespace shares
             self._conversations.forget(namespace, source)
+            return None
+        return source
 
-    def _note(
-        self, namespace: str, agent: str, chain: Sequence[bytes] | None, plan: Plan, answer: Answer | None
-    ) -> None:
-        """An anonymous turn ended; after a failure (None) only its agent is known, not what it holds."""
-        if chain is None:
-            return
-        held: Sequence[bytes] = ()
-        if answer is not None and plan.messages is not None:
-            held = chain_of([*plan.messages, answer.message], plan.options.get("tools"))
-        self._conversations.note(namespace, agent, held, self._clock())
+    async def _delete(self, namespace: str, agent: str) -> None:
+        with suppress(KvdClientError):  # it is gone, or will be found and deleted by a later run
+            await self._backend.client.delete(agent, namespace=namespace)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait for what is done behind the answers."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _stream(self, running: Running, writer: Writer, record: Record) -> Response:
         events = paced(running.events(), self._ping_s)
@@ -174,6 +194,10 @@ class Turns:
             raise
         source = _written(running, events, writer, first, record)
         return EventStream(source, running.headers(), running.close)
+
+
+def _nothing(answer: Answer | None) -> None:
+    """A named agent stays as it is."""
 
 
 class Running:

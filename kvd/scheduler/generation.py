@@ -237,6 +237,11 @@ class Generation:
         finally:
             state.times.decode_s = self._here_s() - began_s
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the turn, if one did."""
+        return self._watch.stop_string
+
     def settle_text(self) -> None:
         """Give the generated tokens their text; ids beyond what was given out go."""
         branch = self._branch

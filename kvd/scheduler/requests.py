@@ -120,6 +120,7 @@ class TurnResult:
         preempted_s: how long it was out, without the time its pages took to come back.
         context_full: `length` because the model's context is full, before `max_tokens` were made.
         logprobs: one map for each of the `completion_tokens`; None when they were not asked for.
+        stop_string: the stop string that ended the text; None when something else did.
     """
 
     text: str
@@ -145,6 +146,7 @@ class TurnResult:
     preempted_s: float = 0.0
     context_full: bool = False
     logprobs: Sequence[Mapping[str, object]] | None = None
+    stop_string: str | None = None
 
     def to_wire(self) -> dict[str, object]:
         """As the client sees it."""

@@ -363,7 +363,9 @@ class KvdService:
         return await self._call(views.statistics)
 
     async def _tokenize(self, params: Params, context: CallContext) -> object:
-        params.refuse_unknown("text")
+        params.refuse_unknown("text", "messages", "tools")
+        if params.has("messages"):
+            return await self._tokenize_messages(params, context)
         text = params.text("text")
         text_bytes = len(text.encode())
         if text_bytes > MAX_TOKENIZE_BYTES:
@@ -376,6 +378,23 @@ class KvdService:
             if context.cancelled:
                 raise Cancelled("cancelled while it waited for others' texts")
             ids = await asyncio.to_thread(codec.encode_content, text)  # the loop goes on serving others meanwhile
+        return {"tokens": ids, "count": len(ids)}
+
+    async def _tokenize_messages(self, params: Params, context: CallContext) -> object:
+        """The tokens that `chat` would compute for a conversation of a new agent."""
+        if params.has("text"):
+            raise InvalidParams("tokenize takes either text or messages, not both", parameter="text")
+        messages, tools = params.messages(), params.tools()
+        prompt = await self._in_template(context, lambda template: template.render(messages, tools=tools))
+        if len(prompt.data) > MAX_TOKENIZE_BYTES:
+            raise InvalidParams(
+                f"messages take at most {MAX_TOKENIZE_BYTES} bytes here, not {len(prompt.data)}", parameter="messages"
+            )
+        codec, _ = await self._text_parts()
+        async with self._encoding:
+            if context.cancelled:
+                raise Cancelled("cancelled while it waited for others' texts")
+            ids, _ = await asyncio.to_thread(lambda: codec.encode_typed(prompt, at_start=True))
         return {"tokens": ids, "count": len(ids)}
 
     async def _hello(self, params: Params, context: CallContext) -> object:

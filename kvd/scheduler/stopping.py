@@ -38,6 +38,10 @@ class StopWatch:
     Args:
         codec: turns ids into text.
         stop: stop strings; none of them is ever given out.
+
+    Attributes:
+        stopped: a stop string is complete.
+        stop_string: the one; of several that begin at the same character the first that was given.
     """
 
     def __init__(self, codec: Codec, stop: Sequence[str]) -> None:
@@ -51,6 +55,7 @@ class StopWatch:
         self._borders: deque[tuple[int, int, bool]] = deque()
         self._kept = 0
         self.stopped = False
+        self.stop_string: str | None = None
 
     def feed(self, token: int) -> str:
         """Text to give out now. Sets `stopped` when a stop string is complete."""
@@ -59,10 +64,11 @@ class StopWatch:
         self._fed += 1
         self._fed_bytes += len(piece)
         self._borders.append((self._fed, self._fed_bytes, self._decoder.pending_bytes > 0))
-        hits = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]
+        hits = [(position, stop) for stop in self._stop if (position := self._held.find(stop)) >= 0]
         if hits:
             self.stopped = True
-            return self._give(min(hits))
+            position, self.stop_string = min(hits, key=lambda hit: hit[0])
+            return self._give(position)
         return self._give(len(self._held) - self._possible_stop_characters())
 
     def flush(self) -> str:

@@ -431,6 +431,7 @@ def _work(
         preempted_s=state.times.preempted_s,
         context_full=state.is_shortened and finish in ("length", "injected"),
         logprobs=generation.logprobs,
+        stop_string=generation.stop_string,
         **usage,
     )
 
