@@ -31,7 +31,7 @@ from kvd.gateway.metrics import CONTENT_TYPE, Metrics
 from kvd.gateway.record import Record
 from kvd.gateway.responses_stream import ResponseWriter
 from kvd.gateway.settings import GatewaySettings
-from kvd.gateway.turns import Plan, Turns, Writer, unless_gone
+from kvd.gateway.turns import BUG, Plan, Turns, Writer, unless_gone
 from kvd_client import AsyncClient, KvdClientError, RemoteError
 
 UNGUARDED = ("/health",)
@@ -232,7 +232,7 @@ class Gateway:
         finally:
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
-            await self._turns.close()
+            await self.settled()
             await self.client.close()
 
     async def _reap_for_ever(self) -> None:
@@ -244,6 +244,10 @@ class Gateway:
                     adopted = True
                 await self.reap()
             await asyncio.sleep(REAP_EVERY_S)
+
+    async def settled(self) -> None:
+        """Wait for what is done behind answers that were given."""
+        await self._turns.close()
 
     async def adopt(self) -> None:
         """Take over the anonymous agents of an earlier run, with the age that the daemon knows."""
@@ -297,7 +301,7 @@ class _Around:
             fault = _fault_of(error, record.method, path)
             if fault is None:
                 self._gateway.log.exception("bug", request_id=record.request_id, path=path)
-                fault = ApiError("internal", "a bug of the gateway; its log has the details")
+                fault = ApiError("internal", BUG)
             record.failed(fault)
             if not started:
                 body = fault.body(dialect_of(path, headers), record.request_id)

@@ -5,8 +5,8 @@ so no likeness of content proves that a request is the same client's; what it do
 text. Therefore the new agent is *forked* from the anonymous agent of the same namespace whose conversation the request
 repeats furthest: it shares pages, copies at most one partial page, and resumes at the exact token, while the other
 agent stays as it was. When the turn is over and the new agent holds all that the other one did, the other one is
-superseded and goes: an anonymous conversation has one agent, not one a turn. Where nothing is known (after a restart of the gateway) the daemon's sharing of pages by text
-still makes whole pages hits.
+superseded and goes: an anonymous conversation has one agent, not one a turn. Where nothing is known (after a restart of
+the gateway) the daemon's sharing of pages by text still makes whole pages hits.
 
 A conversation is a chain of digests, one for each message and all before it. The table maps digests to agents, the
 latest wins. Anonymous agents expire after a time without use, the oldest first when there are too many; those that an

@@ -148,15 +148,15 @@ class ResponseWriter:
             return {"type": "reasoning_text", "text": self._text}
         return output_text(self._text, self._logprobs)
 
-    def _part(self, name: str, **data: object) -> bytes:
-        return self._of_item(name, content_index=0, **data)
+    def _part(self, kind: str, /, **data: object) -> bytes:
+        return self._of_item(kind, content_index=0, **data)
 
-    def _of_item(self, name: str, **data: object) -> bytes:
-        return self._say(name, item_id=self._item_id, output_index=len(self._items), **data)
+    def _of_item(self, kind: str, /, **data: object) -> bytes:
+        return self._say(kind, item_id=self._item_id, output_index=len(self._items), **data)
 
-    def _say(self, name: str, **data: object) -> bytes:
+    def _say(self, kind: str, /, **data: object) -> bytes:
         number, self._number = self._number, self._number + 1
-        return event({"type": name, "sequence_number": number, **data}, name)
+        return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
 __all__ = ["ResponseWriter"]

@@ -22,6 +22,8 @@ from kvd.gateway.settings import GatewaySettings
 from kvd_client import AsyncClient
 
 BACKLOG = 256
+MAX_HEAD_BYTES = 64 * 1024
+"""Request line and headers together."""
 STOP_GRACE_S = 5
 """Running requests get so long when the gateway stops; then they are cancelled, and the daemon keeps what it made."""
 
@@ -69,11 +71,9 @@ def base_url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _serve(
-    settings: GatewaySettings, log: Log, sock: socket.socket, ready: Callable[[str], None], with_parent: bool
-) -> None:
-    gateway = Gateway(settings, AsyncClient(settings.socket, namespace=settings.namespace), log)
-    config = uvicorn.Config(
+def server_config(gateway: Gateway) -> uvicorn.Config:
+    """How uvicorn runs a gateway."""
+    return uvicorn.Config(
         gateway.app,
         lifespan="on",
         log_config=None,
@@ -81,12 +81,18 @@ async def _serve(
         access_log=False,  # each request has its own line
         server_header=False,
         timeout_graceful_shutdown=STOP_GRACE_S,
-        h11_max_incomplete_event_size=64 * 1024,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         http="h11",
         loop="asyncio",
         ws="none",
     )
-    server = uvicorn.Server(config)
+
+
+async def _serve(
+    settings: GatewaySettings, log: Log, sock: socket.socket, ready: Callable[[str], None], with_parent: bool
+) -> None:
+    gateway = Gateway(settings, AsyncClient(settings.socket, namespace=settings.namespace), log)
+    server = uvicorn.Server(server_config(gateway))
     watch = asyncio.create_task(_end_with_parent(server)) if with_parent else None
     try:
         ready(base_url(sock))
@@ -116,4 +122,4 @@ async def _end_with_parent(server: uvicorn.Server) -> None:
         loop.remove_reader(fd)
 
 
-__all__ = ["base_url", "listening", "run"]
+__all__ = ["base_url", "listening", "run", "server_config"]

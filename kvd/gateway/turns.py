@@ -33,6 +33,8 @@ from kvd_client.stream import FirstToken, Matched, Queued, StreamEvent
 
 T = TypeVar("T")
 
+BUG = "a bug of the gateway; its log has the details"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -298,6 +300,9 @@ async def _written(
     except ApiError as error:
         record.failed(error)
         yield writer.error(error)
+    except Exception:
+        yield writer.error(ApiError("internal", BUG))
+        raise
     finally:
         running.close()
 
@@ -391,4 +396,4 @@ async def _not_empty(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[byte
                 yield data
 
 
-__all__ = ["EventStream", "Plan", "Running", "Turns", "Writer", "paced", "unless_gone"]
+__all__ = ["BUG", "EventStream", "Plan", "Running", "Turns", "Writer", "paced", "unless_gone"]

@@ -1,0 +1,83 @@
+# ruff: noqa: D102  (the handlers are the documented methods)
+"""A daemon without a model whose answers a test writes: events and a result for each turn, and its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvd.errors import AgentNotFound, KvdError
+from kvd.front import CallContext
+from tests.front.service import FakeService
+
+
+class ScriptedDaemon(FakeService):
+    """Answers turns with `events` and `result`, or with `error`; `params` has what each turn was asked.
+
+    A turn whose agent is `hangs` waits until it is cancelled; `gone` are agents that cannot be forked.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: Sequence[Mapping[str, object]] = ()
+        self.result: dict[str, object] = {}
+        self.error: KvdError | None = None
+        self.late_error: KvdError | None = None
+        self.gone: set[str] = set()
+        self.sharing = "namespace"
+
+    def of(self, method: str) -> list[dict[str, Any]]:
+        """Parameters of the calls of one method, in order."""
+        return [params for name, params in self.calls if name == method]
+
+    def script(self, *events: Mapping[str, object], **result: object) -> None:
+        """What the next turns do."""
+        self.events, self.result, self.error, self.late_error = events, result, None, None
+
+    async def do_chat(self, params: Mapping[str, Any], context: CallContext) -> object:
+        if params["agent"] == "hangs":
+            return await self.until_cancelled("hangs", context, emit=True)
+        if self.error is not None:
+            raise self.error
+        figures = {"prompt_tokens": 10, "cached_tokens": 7}
+        context.emit({"type": "matched", "match": "extend", "match_reason": "all stored text matched", **figures})
+        context.emit({"type": "first_token"})
+        for event in self.events:
+            context.emit(event)
+        if self.late_error is not None:
+            raise self.late_error
+        text = "".join(str(event["text"]) for event in self.events if event["type"] == "text")
+        base: dict[str, object] = {
+            "text": text,
+            "finish_reason": "stop",
+            "completion_tokens": 4,
+            "match": "extend",
+            "match_reason": "all stored text matched",
+            "durable": True,
+            "agent": params["agent"],
+        }
+        return base | figures | self.result
+
+    do_generate = do_chat
+
+    async def do_agent_fork(self, params: Mapping[str, Any], context: CallContext) -> object:
+        if params["agent"] in self.gone:
+            raise AgentNotFound("no such agent", agent=params["agent"])
+        return await super().do_agent_fork(params, context)
+
+    async def do_agent_list(self, params: Mapping[str, Any], context: CallContext) -> object:
+        return {"agents": []}
+
+    async def do_model_info(self, params: Mapping[str, Any], context: CallContext) -> object:
+        return {"model": "tiny", "context_tokens": 512, "sharing": self.sharing}
+
+    async def do_tokenize(self, params: Mapping[str, Any], context: CallContext) -> object:
+        return {"tokens": [1, 2, 3], "count": 3}
+
+
+def text(value: str) -> dict[str, object]:
+    """A `text` event."""
+    return {"type": "text", "text": value}
+
+
+__all__ = ["ScriptedDaemon", "text"]

@@ -1,0 +1,128 @@
+"""P37: who may use the gateway: keys, hosts, addresses; and what it tells those who may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvd.gateway import GatewayConfigError, GatewaySettings, KeyFileError, KeyRing, parse_address, read_key_file
+from kvd.gateway.auth import check_host
+from kvd.gateway.errors import ApiError, CannotListen
+from kvd.gateway.serve import listening
+from kvd.gateway.settings import is_loopback
+from tests.gateway.daemons import ScriptedDaemon
+from tests.gateway.serving import gateway
+
+KEY, TEAM_KEY = "k" * 24, "t" * 24
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    """A file of keys."""
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyRing:
+    """Two keys, one of them with a namespace."""
+    return read_key_file(key_file(tmp_path, f"# of the tests\n{KEY}\n\n{TEAM_KEY} team\n"))
+
+
+def test_keys_open_their_namespace(scripted: ScriptedDaemon, keys: KeyRing) -> None:
+    """Either header carries a key; each comes to its namespace; health needs none and tells little."""
+    with gateway(scripted.path, keys=keys) as served:  # type: ignore[attr-defined]
+        for headers in ({}, {"authorization": "Bearer " + "x" * 24}, {"x-api-key": "x"}, {"authorization": KEY}):
+            for path in ("/v1/chat/completions", "/metrics", "/v1/models"):
+                reply = served.ask("POST" if "chat" in path else "GET", path, CHAT, headers=headers)
+                assert reply.status == 401
+        assert reply.error["code"] == "missing_api_key"
+        assert served.post("/v1/messages", {}).error["type"] == "authentication_error"
+        assert scripted.of("chat") == []
+        assert served.post("/v1/chat/completions", CHAT, authorization=f"Bearer {KEY}").status == 200
+        assert served.post("/v1/chat/completions", CHAT, x_api_key=TEAM_KEY).status == 200
+        assert [asked["namespace"] for asked in scripted.of("chat")] == ["default", "team"]
+        assert served.ask("GET", "/health").json == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "named"),
+    [
+        (KEY, 0o644, "chmod 600"),
+        (KEY, 0o660, "chmod 600"),
+        ("short", 0o600, "16 characters"),
+        (f"{KEY} a b", 0o600, "KEY NAMESPACE"),
+        (f"{KEY}\n{KEY} team", 0o600, "twice"),
+        ("# nothing\n", 0o600, "has no key"),
+    ],
+)
+def test_key_files_that_cannot_be_trusted_are_refused(tmp_path: Path, text: str, mode: int, named: str) -> None:
+    """Others could read it, or it is not what was meant."""
+    with pytest.raises(KeyFileError, match=named):
+        read_key_file(key_file(tmp_path, text, mode))
+    with pytest.raises(KeyFileError, match="cannot be read"):
+        read_key_file(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8787", "[::1]:80", "10.1.2.3", "kvd.lan:9"])
+def test_known_hosts_pass(host: str) -> None:
+    """Addresses and localhost cannot be rebound; other names are those that were allowed."""
+    check_host(host, frozenset({"kvd.lan"}))
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8787", "", None, "127.0.0.1.evil.example"])
+def test_foreign_hosts_are_refused(host: str | None) -> None:
+    """DNS rebinding: a page of another site reaches the port under its own name."""
+    with pytest.raises(ApiError, match="--allow-host"):
+        check_host(host, frozenset({"kvd.lan"}))
+
+
+def test_the_host_is_checked_before_anything_else(scripted: ScriptedDaemon, keys: KeyRing) -> None:
+    """403 on every path, health too."""
+    with gateway(scripted.path, keys=keys) as served:  # type: ignore[attr-defined]
+        for path in ("/health", "/v1/models"):
+            reply = served.ask("GET", path, headers={"host": "evil.example"})
+            assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
+
+
+def test_only_loopback_needs_no_key(keys: KeyRing, tmp_path: Path) -> None:
+    """Other addresses are refused without one."""
+    for host in ("0.0.0.0", "192.168.1.2", "::", "some.host"):
+        assert not is_loopback(host)
+        with pytest.raises(GatewayConfigError, match="--api-key-file"):
+            GatewaySettings(socket=tmp_path, host=host)
+        GatewaySettings(socket=tmp_path, host=host, keys=keys)
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
+        GatewaySettings(socket=tmp_path, host=host)
+
+
+def test_settings_name_what_is_allowed(tmp_path: Path) -> None:
+    """Numbers out of range are refused by name."""
+    for name, value in (("port", 70000), ("max_body_bytes", 1), ("default_max_tokens", 0), ("ping_s", 0.0)):
+        with pytest.raises(GatewayConfigError, match=name.split("_")[0]):
+            GatewaySettings(socket=tmp_path, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:0", ("::1", 0)), (":9", ("127.0.0.1", 9)), ("9", ("127.0.0.1", 9))],
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    """Host and port, or a port alone."""
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "host", "h:-1", "h:99999", "::1:80", "h:x"])
+def test_addresses_that_are_none(text: str) -> None:
+    """Refused with the form that is wanted."""
+    with pytest.raises(GatewayConfigError, match="HOST:PORT"):
+        parse_address(text)
+
+
+def test_a_taken_port_is_told() -> None:
+    """With the address and the reason."""
+    with listening("127.0.0.1", 0) as sock, pytest.raises(CannotListen, match="cannot listen on"):
+        listening("127.0.0.1", sock.getsockname()[1])

@@ -1,0 +1,235 @@
+"""What clients are told when something is wrong: statuses, bodies and headers as the real services send them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+
+import pytest
+
+from kvd.errors import Busy, ContextFull, Draining, InternalError, InvalidParams
+from kvd.gateway.errors import KINDS, from_daemon
+from kvd_client.errors import ERROR_CLASSES, DaemonUnreachable, local_error
+from kvd_client.wire.codes import CODES
+from tests.gateway.daemons import ScriptedDaemon, text
+from tests.gateway.serving import Served, gateway
+from tests.support.daemon import short_folder
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT: dict[str, Any] = {"model": "tiny", "messages": HI}
+MESSAGE: dict[str, Any] = {"model": "claude-x", "max_tokens": 5, "messages": HI}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "named"),
+    [
+        ("/v1/chat/completions", {"model": "tiny"}, "messages", "at least one"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "king"}]}, "messages[0].role", "developer"),
+        ("/v1/chat/completions", {**CHAT, "temperature": 3}, "temperature", "from 0 to 2"),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 3}, "top_logprobs", "logprobs is true"),
+        ("/v1/chat/completions", {**CHAT, "n": 2}, "n", "ask once"),
+        ("/v1/chat/completions", {**CHAT, "temprature": 1}, "temprature", "temperature"),
+        ("/v1/chat/completions", {**CHAT, "presence_penalty": 1}, "presence_penalty", "repetition_penalty"),
+        ("/v1/chat/completions", {**CHAT, "stream": "yes"}, "stream", "true or false"),
+        ("/v1/chat/completions", {**CHAT, "stop": [""]}, "stop", "non-empty"),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "custom"}]}, "tools[0].type", "function"),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "no images",
+        ),
+        ("/v1/chat/completions", {"messages": HI}, "model", "string"),
+        ("/v1/completions", {"model": "tiny", "prompt": [1, 2]}, "prompt", "one string"),
+        ("/v1/completions", {"model": "tiny", "prompt": "x", "echo": True}, "echo", "not supported"),
+        (
+            "/v1/responses",
+            {"model": "tiny", "input": "x", "previous_response_id": "r"},
+            "previous_response_id",
+            "stores",
+        ),
+        ("/v1/responses", {"model": "tiny", "input": []}, "input", "at least one"),
+        ("/v1/responses", {"model": "tiny", "input": [{"type": "file"}]}, "input[0].type", "function_call_output"),
+    ],
+)
+def test_bad_requests_name_field_and_allowed_values(
+    served: Served, scripted: ScriptedDaemon, path: str, body: dict[str, Any], param: str, named: str
+) -> None:
+    """400 with OpenAI's error object; the daemon is not asked."""
+    reply = served.post(path, body)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    assert reply.error["param"] == param
+    assert named in reply.error["message"]
+    assert scripted.of("chat") == []
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"model": "claude-x", "messages": HI}, "max_tokens"),
+        ({**MESSAGE, "messages": []}, "messages"),
+        ({**MESSAGE, "temperature": 2}, "from 0 to 1"),
+        ({**MESSAGE, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({**MESSAGE, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({**MESSAGE, "tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "all"}}, "auto, any"),
+    ],
+)
+def test_bad_messages_get_anthropics_envelope(served: Served, body: dict[str, Any], named: str) -> None:
+    """400, `type: error`, the field in the message, and the request's id in body and header."""
+    reply = served.post("/v1/messages", body)
+    assert reply.status == 400
+    assert reply.json["type"] == "error"
+    assert reply.error["type"] == "invalid_request_error"
+    assert named in reply.error["message"]
+    assert reply.json["request_id"] == reply.headers["request-id"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "openai", "anthropic", "retry"),
+    [
+        (Busy("7 requests are queued", retry_after_s=2.4), 429, "rate_limit_exceeded", "rate_limit_error", "3"),
+        (ContextFull("600 tokens exceed 512"), 400, "context_length_exceeded", "invalid_request_error", None),
+        (Draining("going down", retry_after_s=1.0), 503, "service_unavailable", "api_error", "1"),
+        (InternalError("oops"), 500, "internal_error", "api_error", None),
+        (InvalidParams("stop: no", parameter="stop"), 400, None, "invalid_request_error", None),
+    ],
+)
+def test_the_daemons_refusals_have_the_services_status(
+    served: Served,
+    scripted: ScriptedDaemon,
+    fault: Exception,
+    status: int,
+    openai: str | None,
+    anthropic: str,
+    retry: str | None,
+) -> None:
+    """Both dialects, streaming or not: what is refused before the first event is a status, not an event."""
+    scripted.error = fault  # type: ignore[assignment]
+    for stream in (False, True):
+        reply = served.post("/v1/chat/completions", {**CHAT, "stream": stream})
+        assert (reply.status, reply.error["code"]) == (status, openai)
+        assert reply.headers.get("retry-after") == retry
+        reply = served.post("/v1/messages", {**MESSAGE, "stream": stream})
+        assert (reply.status, reply.error["type"]) == (status, anthropic)
+
+
+def test_params_are_named_as_the_client_named_them(served: Served, scripted: ScriptedDaemon) -> None:
+    """The daemon's `stop` is `stop_sequences` in messages, its `messages` are `input` in responses."""
+    scripted.error = InvalidParams("must be short", parameter="stop")
+    assert served.post("/v1/messages", MESSAGE).error["message"] == "stop_sequences: must be short"
+    scripted.error = InvalidParams("must be short", parameter="messages")
+    assert served.post("/v1/responses", {"model": "tiny", "input": "x"}).error["param"] == "input"
+
+
+def test_an_error_in_mid_stream_ends_it(served: Served, scripted: ScriptedDaemon) -> None:
+    """The status is gone by then: each dialect has an event for it."""
+    scripted.script(text("Hel"))
+    scripted.late_error = InternalError("oops")
+    chat = served.post("/v1/chat/completions", {**CHAT, "stream": True}).events
+    assert chat[-1][1]["error"]["code"] == "internal_error"
+    message = served.post("/v1/messages", {**MESSAGE, "stream": True}).events
+    assert message[-1] == ("error", {"type": "error", "error": {"type": "api_error", "message": "oops"}})
+    reply = served.post("/v1/responses", {"model": "tiny", "input": "x", "stream": True})
+    assert reply.events[-1][0] == "response.failed"
+    assert served.line(reply.headers["x-request-id"])["outcome"] == "internal"
+
+
+def test_another_model_is_not_found(served: Served) -> None:
+    """404 with `model_not_found`, and the name of the one that is loaded; aliases mean it, too."""
+    reply = served.post("/v1/chat/completions", {**CHAT, "model": "gpt-9"})
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
+    assert "tiny" in reply.error["message"]
+    assert served.ask("GET", "/v1/models/gpt-9").status == 404
+    assert served.post("/v1/chat/completions", {**CHAT, "model": "claude-opus"}).status == 200
+
+
+def test_unknown_paths_and_methods_are_told_in_the_dialect(served: Served) -> None:
+    """404 and 405 have bodies as well."""
+    assert served.ask("GET", "/v1/chats").error["code"] == "not_found"
+    reply = served.ask("GET", "/v1/messages")
+    assert (reply.status, reply.json["type"]) == (405, "error")
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[1]", b'{"model": NaN}', b"\xff", b"[" * 100_000, b'{"a": 1e999}'])
+def test_what_is_no_json_object_is_refused(served: Served, raw: bytes) -> None:
+    """Whatever the bytes, the answer is a 400 that says what is wrong."""
+    reply = served.ask("POST", "/v1/chat/completions", raw=raw)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_lone_surrogates_are_the_clients_fault(served: Served) -> None:
+    """JSON can spell what UTF-8 cannot carry."""
+    reply = served.ask(
+        "POST", "/v1/chat/completions", raw=b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}'
+    )
+    assert reply.status == 400
+
+
+def test_a_form_is_not_json(served: Served) -> None:
+    """415: a page of another site could send a form without asking first."""
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    reply = served.ask("POST", "/v1/chat/completions", CHAT, headers=headers)
+    assert reply.status == 415
+    assert "application/json" in reply.error["message"]
+
+
+def test_large_bodies_are_refused(scripted: ScriptedDaemon) -> None:
+    """413, announced or not; the limit is named."""
+    with gateway(scripted.path, max_body_bytes=2048) as served:  # type: ignore[attr-defined]
+        body = {**CHAT, "messages": [{"role": "user", "content": "x" * 4000}]}
+        reply = served.post("/v1/chat/completions", body)
+        assert (reply.status, reply.error["code"]) == (413, "request_too_large")
+        assert "2048" in reply.error["message"]
+        host = served.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(host, timeout=20)
+        pieces = iter([json.dumps(body).encode()])
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/messages", pieces, headers, encode_chunked=True)
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+def test_no_daemon_is_503_with_the_command() -> None:
+    """The message names the command that starts it; health says so, too, and metrics still come."""
+    with short_folder() as folder, gateway(folder / "kvd.sock") as served:
+        reply = served.post("/v1/chat/completions", CHAT)
+        assert (reply.status, reply.error["code"]) == (503, "daemon_unreachable")
+        assert "kvd serve" in reply.error["message"]
+        assert reply.headers["retry-after"] == "1"
+        assert served.post("/v1/messages", MESSAGE).error["type"] == "api_error"
+        assert served.ask("GET", "/health").status == 503
+        assert b"kvd_gateway_daemon_up 0.0" in served.ask("GET", "/metrics").body
+
+
+def test_every_error_of_the_daemon_has_a_kind() -> None:
+    """No name of the wire's table falls through; the way to the daemon has its own kinds."""
+    for name in CODES:
+        error = from_daemon(local_error(name, "why"))
+        assert error.kind in KINDS
+        assert name == "internal" or name in ERROR_CLASSES
+    kinds = {name: from_daemon(local_error(name, "why")).kind for name in CODES}
+    assert [name for name, kind in kinds.items() if kind == "internal"] == [
+        "model_error",
+        "config_error",
+        "protocol",
+        "internal",
+    ]
+    assert from_daemon(DaemonUnreachable("none", socket="s", command="kvd serve")).status == 503
+
+
+def test_the_log_has_one_line_a_request(served: Served, scripted: ScriptedDaemon) -> None:
+    """P38: one canonical line, without text of prompt or answer."""
+    before = len(served.log.lines)
+    scripted.script(text("a secret answer"))
+    body = {**CHAT, "messages": [{"role": "user", "content": "a secret question"}]}
+    reply = served.post("/v1/chat/completions", body, x_kvd_agent="me")
+    line = served.line(reply.headers["x-request-id"])
+    lines = served.log.lines[before:]
+    assert len(lines) == 1
+    assert (line["agent"], line["identity"], line["status"], line["outcome"]) == ("me", "agent", 200, "ok")
+    assert (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"]) == (10, 7, 4)
+    assert "secret" not in repr(lines)

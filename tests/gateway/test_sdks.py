@@ -1,0 +1,256 @@
+"""The official SDKs, unmodified, against a live daemon with a tiny model: one daemon and one gateway for all tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.serving import Served, gateway
+from tests.support.daemon import Daemon, short_folder
+
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+
+pytestmark = pytest.mark.daemon
+
+WORDS = "the time of a system that is made of pages and of memory and of an agent "
+SYSTEM = {"role": "system", "content": WORDS * 30}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
+    """A running daemon."""
+    with short_folder() as folder, Daemon(folder, tiny_model_dir) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(daemon: Daemon, tiny_model_dir: Path) -> Iterator[Served]:
+    """A gateway in front of it; `claude-*` and `gpt-*` mean its model, too."""
+    with gateway(daemon.socket, aliases=("claude-*", "gpt-*")) as running:
+        running.ask("GET", "/health")
+        yield running
+
+
+@pytest.fixture
+def gpt(served: Served) -> Iterator[Any]:
+    """OpenAI's client."""
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(served: Served) -> Iterator[Any]:
+    """Anthropic's client."""
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def user(text: str) -> dict[str, str]:
+    """A user message."""
+    return {"role": "user", "content": text}
+
+
+def ask(gpt: Any, messages: list[Any], agent: str | None = None, **more: Any) -> Any:
+    """A greedy completion."""
+    headers = {} if agent is None else {"X-Kvd-Agent": agent}
+    return gpt.chat.completions.create(model="gpt-x", messages=messages, extra_headers=headers, **{**GREEDY, **more})
+
+
+def test_models_are_listed(gpt: Any, claude: Any, daemon: Daemon) -> None:
+    """Both clients read the list and the loaded model."""
+    name = daemon.client.model_info()["model"]
+    assert [model.id for model in gpt.models.list()] == [name]
+    assert gpt.models.retrieve(name).id == name
+    assert [model.id for model in claude.models.list()] == [name]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_five_turns_are_hits(gpt: Any, named: bool) -> None:
+    """P16, P40: each turn of a conversation reuses all that was computed, with the agent named or found by itself."""
+    messages: list[Any] = [SYSTEM, user(f"Tell me of time, {named}.")]
+    held = 0
+    for turn in range(5):
+        answer = ask(gpt, messages, "five turns" if named else None)
+        usage = answer.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert cached == held if turn else cached == 0 or not named
+        held = usage.prompt_tokens + usage.completion_tokens - 1  # the last token's KV comes with the next turn
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), user(f"Go on, {turn}.")]
+
+
+def test_a_stream_says_what_the_whole_answer_says(gpt: Any) -> None:
+    """Text, reason and figures; the prompt is the same, so all but one token of it is cached."""
+    messages = [SYSTEM, user("Stream.")]
+    whole = ask(gpt, messages, "whole")
+    chunks = list(ask(gpt, messages, "whole", stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    usage = chunks[-1].usage
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_log_probabilities_and_stop_strings(gpt: Any) -> None:
+    """Each token with its alternatives; a stop string ends the text before itself; equal seeds give equal text."""
+    messages = [user("Probabilities.")]
+    choice = ask(gpt, messages, "probable", logprobs=True, top_logprobs=2).choices[0]
+    tokens = choice.logprobs.content
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == choice.message.content
+    assert all(token.logprob == pytest.approx(token.top_logprobs[0].logprob) for token in tokens)
+    word = choice.message.content.split()[1]
+    stopped = ask(gpt, messages, "probable", stop=[word]).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.message.content == choice.message.content.partition(word)[0]
+    drawn = [ask(gpt, messages, "drawn", temperature=1, seed=7).choices[0].message.content for _ in range(2)]
+    assert drawn[0] == drawn[1]
+
+
+def test_parallel_agents_of_one_key(gpt: Any, daemon: Daemon) -> None:
+    """P18: they share the pages of their common beginning, and neither evicts or continues the other."""
+    keyed = {"extra_body": {"prompt_cache_key": "team"}}
+    tasks = [[SYSTEM, user(f"Task {number}.")] for number in range(3)]
+    answers = [ask(gpt, task, **keyed) for task in tasks]
+    again = [
+        ask(gpt, [*task, answer.choices[0].message.model_dump(exclude_none=True), user("And?")], **keyed)
+        for task, answer in zip(tasks, answers, strict=True)
+    ]
+    for first, second in zip(answers, again, strict=True):
+        held = first.usage.prompt_tokens + first.usage.completion_tokens - 1
+        assert second.usage.prompt_tokens_details.cached_tokens == held
+    assert answers[1].usage.prompt_tokens_details.cached_tokens >= 256
+    names = [agent.agent for agent in daemon.client.agents() if agent.agent.startswith("gw:cache-key:team:")]
+    assert len(names) == 3
+
+
+def test_a_system_message_in_mid_conversation_costs_nothing_before_it(gpt: Any) -> None:
+    """P13: what stands before it is a hit."""
+    messages: list[Any] = [SYSTEM, user("Nudge me.")]
+    first = ask(gpt, messages, "nudged")
+    messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "system", "content": "It is late."}]
+    second = ask(gpt, [*messages, user("And?")], "nudged")
+    held = first.usage.prompt_tokens + first.usage.completion_tokens - 1
+    assert second.usage.prompt_tokens_details.cached_tokens == held
+
+
+def test_completions_and_responses(gpt: Any) -> None:
+    """The other two endpoints of OpenAI's client, whole and as streams."""
+    text = gpt.completions.create(model="gpt-x", prompt="Once upon a time", **GREEDY)
+    pieces = gpt.completions.create(model="gpt-x", prompt="Once upon a time", stream=True, **GREEDY)
+    assert "".join(piece.choices[0].text for piece in pieces) == text.choices[0].text
+    asked: dict[str, Any] = {"model": "gpt-x", "input": "Once", "temperature": 0, "max_output_tokens": 6}
+    response = gpt.responses.create(**asked, user="r")
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    events = list(gpt.responses.create(**asked, user="r", stream=True))
+    assert events[-1].response.output_text == response.output_text
+    assert events[-1].response.usage.input_tokens_details.cached_tokens == response.usage.input_tokens - 1
+
+
+def test_messages(claude: Any) -> None:
+    """Whole and as a stream, over turns: P40: `input_tokens` are the computed ones; `count_tokens` counts them all."""
+    asked: dict[str, Any] = {
+        "model": "claude-x",
+        "max_tokens": 6,
+        "system": WORDS * 30,
+        "extra_body": {"temperature": 0},
+        "extra_headers": {"X-Claude-Code-Session-Id": "session-1"},
+    }
+    first = claude.messages.create(messages=[user("Hello.")], **asked)
+    assert first.stop_reason == "max_tokens"
+    counted = claude.messages.count_tokens(model="claude-x", system=WORDS * 30, messages=[user("Hello.")])
+    usage = first.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    longer = [user("Hello."), {"role": "assistant", "content": first.content}, user("And?")]
+    with claude.messages.stream(messages=longer, **asked) as stream:
+        text = "".join(stream.text_stream)
+        second = stream.get_final_message()
+    assert second.content[0].text == text
+    assert second.usage.cache_read_input_tokens == counted.input_tokens + usage.output_tokens - 1
+    again = claude.messages.create(messages=longer, **asked)
+    assert again.content[0].text == text
+    assert again.usage.input_tokens == 1
+
+
+def test_volatile_headers_do_not_cost_the_prefix(claude: Any) -> None:
+    """P12: Claude Code's billing line changes with every request; all but one token is still a hit."""
+    for nonce in ("fa690", "0aaa9"):
+        line = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.37.{nonce[:3]}; cch={nonce};"}
+        answer = claude.messages.with_raw_response.create(
+            model="claude-x",
+            max_tokens=2,
+            system=[line, {"type": "text", "text": WORDS * 30}],
+            messages=[user("Bill me.")],
+            extra_headers={"X-Claude-Code-Session-Id": "session-2"},
+        )
+    assert answer.headers["x-kvd-rules"] == "claude-billing-header"
+    assert answer.parse().usage.input_tokens == 1
+
+
+def test_errors_are_the_clients_own_classes(gpt: Any, claude: Any) -> None:
+    """Both SDKs raise what they raise for the real services."""
+    with pytest.raises(openai.NotFoundError) as missing:
+        gpt.chat.completions.create(model="other", messages=[user("Hi")])
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        ask(gpt, [user(WORDS * 400)])
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(gpt, [user("Hi")], n=2)
+    assert wrong.value.param == "n"
+    with pytest.raises(anthropic.BadRequestError) as roles:
+        claude.messages.create(model="claude-x", max_tokens=1, messages=[{"role": "king", "content": "Hi"}])
+    assert roles.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="other", max_tokens=1, messages=[user("Hi")])
+
+
+def test_leaving_a_stream_stops_the_model(gpt: Any, daemon: Daemon, served: Served) -> None:
+    """P34: the turn ends long before its tokens do; what was made is kept, and the agent can go on."""
+    messages = [SYSTEM, user("Go on and on.")]
+    with ask(gpt, messages, "left", stream=True, max_tokens=3000) as stream:
+        for _, chunk in zip(range(4), stream, strict=False):
+            assert chunk.object == "chat.completion.chunk"
+        request_id = stream.response.headers["x-request-id"]
+    assert served.line(request_id)["outcome"] == "disconnected"
+    assert ask(gpt, messages, "left").usage.prompt_tokens_details.cached_tokens > 256
+    assert daemon.client.agent_info("left").tokens < 3000
+
+
+def test_metrics_add_up(gpt: Any, served: Served) -> None:
+    """Counts of the gateway grow with its requests; the daemon's figures stand beside them."""
+
+    def value(name: str) -> float:
+        lines = served.ask("GET", "/metrics").body.decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    names = ("prompt", "cached", "completion")
+    before = {name: value(f'kvd_gateway_tokens_total{{kind="{name}"}}') for name in names}
+    answer = gpt.chat.completions.with_raw_response.create(model="gpt-x", messages=[user("Count me.")], **GREEDY)
+    served.line(answer.headers["x-request-id"])
+    usage = answer.parse().usage
+    after = {name: value(f'kvd_gateway_tokens_total{{kind="{name}"}}') - before[name] for name in names}
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert after == {"prompt": usage.prompt_tokens, "cached": cached, "completion": usage.completion_tokens}
+    assert value("kvd_gateway_daemon_up") == 1
+    assert value('kvd_gateway_daemon{figure="budget_bytes"}') > 0
+    assert value("kvd_gateway_anonymous_agents") > 0
+
+
+def test_structured_output_and_tools_reach_the_daemon(gpt: Any) -> None:
+    """Either the daemon holds the model to the form, or it says plainly that it cannot: never an answer in silence."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    try:
+        answer = ask(gpt, [user("One or two?")], "formed", response_format=form, max_tokens=40)
+    except openai.BadRequestError as error:
+        assert error.param == "response_format" or "response_format" in str(error)
+    else:
+        assert json.loads(answer.choices[0].message.content)["a"] in (1, 2)

@@ -1,0 +1,118 @@
+"""Streams that wait, and clients that leave: pings, and the end of a turn that nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from kvd.gateway.turns import paced
+from tests.gateway.daemons import ScriptedDaemon
+from tests.gateway.serving import Served
+from tests.support.daemon import eventually
+
+PATHS: list[tuple[str, dict[str, Any], bytes]] = [
+    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}, b": ping\n"),
+    ("/v1/completions", {"model": "tiny", "prompt": "Hi"}, b": ping\n"),
+    ("/v1/responses", {"model": "tiny", "input": "Hi"}, b": ping\n"),
+    (
+        "/v1/messages",
+        {"model": "claude-x", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]},
+        b"event: ping\n",
+    ),
+]
+NAMES = [path for path, _, _ in PATHS]
+
+
+def begun(served: Served, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+    """A request of the agent that hangs until it is cancelled."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=20)
+    headers = {"content-type": "application/json", "x-kvd-agent": "hangs"}
+    connection.request("POST", path, json.dumps(body), headers)
+    return connection
+
+
+@pytest.mark.parametrize(("path", "body", "ping"), PATHS, ids=NAMES)
+def test_a_client_that_leaves_a_stream_ends_its_turn(
+    served: Served, scripted: ScriptedDaemon, path: str, body: dict[str, Any], ping: bytes
+) -> None:
+    """P34: the daemon is told at once, though nothing is being said; until then the stream pings."""
+    connection = begun(served, path, {**body, "stream": True})
+    response = connection.getresponse()
+    assert response.status == 200
+    assert (response.headers["content-type"] or "").startswith("text/event-stream")
+    while response.readline() != ping:
+        pass
+    request_id = response.headers["x-request-id"]
+    response.close()
+    connection.close()
+    assert scripted.was_cancelled.wait(20)
+    assert served.line(str(request_id))["outcome"] == "disconnected"
+
+
+@pytest.mark.parametrize(("path", "body", "_ping"), PATHS, ids=NAMES)
+def test_a_client_that_leaves_without_a_stream_ends_its_turn(
+    served: Served, scripted: ScriptedDaemon, path: str, body: dict[str, Any], _ping: bytes
+) -> None:
+    """P34: waiting for the whole answer is no reason to go on, either; the log has 499."""
+    before = len(served.log.requests())
+    connection = begun(served, path, body)
+    assert scripted.has_begun.wait(20)
+    connection.close()
+    assert scripted.was_cancelled.wait(20)
+    eventually(lambda: len(served.log.requests()) > before, "the request is logged")
+    line = served.log.requests()[before]
+    assert (line["outcome"], line["status"]) == ("disconnected", 499)
+
+
+def test_paced_says_when_nothing_comes() -> None:
+    """None for every wait that is over, the events in their order, and the source is closed at the end."""
+    gate = asyncio.Event()
+    closed = []
+
+    async def source() -> AsyncGenerator[str, None]:
+        try:
+            yield "a"
+            await gate.wait()
+            yield "b"
+        finally:
+            closed.append(True)
+
+    async def run() -> list[str | None]:
+        found: list[str | None] = []
+        async for event in paced(source(), 0.001):
+            found.append(event)
+            if found.count(None) == 3:
+                gate.set()
+        return found
+
+    found = asyncio.run(run())
+    assert [event for event in found if event is not None] == ["a", "b"]
+    assert found.index("a") == 0
+    assert found.count(None) >= 3
+    assert closed == [True]
+
+
+def test_paced_closes_its_source_when_it_is_left() -> None:
+    """Also while it waits."""
+    closed = []
+
+    async def source() -> AsyncGenerator[str, None]:
+        try:
+            yield "a"
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    async def run() -> None:
+        events = paced(source(), 0.001)
+        assert await anext(events) == "a"
+        assert await anext(events) is None
+        await events.aclose()
+
+    asyncio.run(run())
+    assert closed == [True]
