@@ -16,7 +16,7 @@ from kvd import __version__
 from kvd.bench.cli import bench
 from kvd.cli_config import came_from_file, config, use_file
 from kvd.cli_doctor import doctor
-from kvd.cli_gateway import gateway
+from kvd.cli_gateway import checked_address, gateway
 from kvd.cli_model import model
 from kvd.cli_service import service
 from kvd.config import (
@@ -275,6 +275,13 @@ def main() -> None:
     help="Seconds a stop lets requests finish.",
 )
 @click.option(
+    "--http",
+    envvar="KVD_HTTP",
+    show_envvar=True,
+    metavar="HOST:PORT",
+    help="Serve OpenAI's and Anthropic's APIs there, too: runs `kvd gateway` as a child process.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(LEVELS),
     envvar="KVD_LOG_LEVEL",
@@ -316,6 +323,7 @@ def serve(
     trace: Path | None,
     warm_from: tuple[Path, ...],
     drain_grace_s: float,
+    http: str | None,
     log_level: str,
     log_file: Path | None,
     check: bool,
@@ -356,6 +364,7 @@ def serve(
             trace=Path(trace).expanduser().absolute() if trace else None,
             warm_from=tuple(Path(folder).expanduser().absolute() for folder in warm_from),
             drain_grace_s=drain_grace_s,
+            http=checked_address(http),
             log_level=log_level,
             log_file=log_file,
             check=check,

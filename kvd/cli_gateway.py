@@ -1,24 +1,25 @@
 """`kvd gateway`: OpenAI's and Anthropic's APIs over HTTP, in front of a running daemon.
 
-Heavy imports happen inside, so that `--help` is quick. May import kvd.gateway, kvd.errors, kvd.ops, kvd_client.paths.
+Heavy imports happen inside, so that `--help` is quick. May import kvd.gateway, kvd.config,
+kvd.errors, kvd.ops and kvd_client.paths.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
+from kvd.config import ConfigError
 from kvd.errors import KvdError
 from kvd.ops.logs import LEVELS
 from kvd.ops.sizes import parse_size
 
 DEFAULT_LISTEN = "127.0.0.1:8787"
-WITH_PARENT = "--with-parent"
-"""Tells a gateway that `kvd serve --http` started to end with it."""
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -59,7 +60,13 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
     type=click.Path(path_type=Path, dir_okay=False),
     help="Keys that clients must send, one a line, KEY or KEY NAMESPACE; mode 0600.",
 )
-@click.option("--allow-host", multiple=True, help="A name that requests may be sent to; may be given several times.")
+@click.option(
+    "--allow-host",
+    multiple=True,
+    envvar="KVD_GATEWAY_ALLOW_HOST",
+    show_envvar=True,
+    help="A name that requests may be sent to; may be given several times.",
+)
 @click.option(
     "--namespace",
     envvar="KVD_GATEWAY_NAMESPACE",
@@ -71,17 +78,42 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
 @click.option(
     "--alias",
     multiple=True,
+    envvar="KVD_GATEWAY_ALIAS",
+    show_envvar=True,
     help="Another name of the loaded model, such as 'claude-*'; may be given several times.",
 )
-@click.option("--rule-on", multiple=True, metavar="NAME", help="Switch a canonicalisation rule on (see --list-rules).")
-@click.option("--rule-off", multiple=True, metavar="NAME", help="Switch a canonicalisation rule off.")
+@click.option(
+    "--rule-on",
+    multiple=True,
+    envvar="KVD_GATEWAY_RULE_ON",
+    show_envvar=True,
+    metavar="NAME",
+    help="Switch a canonicalisation rule on (see --list-rules).",
+)
+@click.option(
+    "--rule-off",
+    multiple=True,
+    envvar="KVD_GATEWAY_RULE_OFF",
+    show_envvar=True,
+    metavar="NAME",
+    help="Switch a canonicalisation rule off.",
+)
 @click.option("--list-rules", is_flag=True, help="Print the canonicalisation rules and exit.")
 @click.option("--list-identities", is_flag=True, help="Print what names a request's agent, in order, and exit.")
 @click.option(
-    "--max-body", metavar="SIZE", default="8MiB", show_default=True, callback=_bytes, help="Bytes of a request's body."
+    "--max-body",
+    envvar="KVD_GATEWAY_MAX_BODY",
+    show_envvar=True,
+    metavar="SIZE",
+    default="8MiB",
+    show_default=True,
+    callback=_bytes,
+    help="Bytes of a request's body.",
 )
 @click.option(
     "--default-max-tokens",
+    envvar="KVD_GATEWAY_DEFAULT_MAX_TOKENS",
+    show_envvar=True,
     type=click.IntRange(1, 1_000_000),
     default=4096,
     show_default=True,
@@ -90,6 +122,8 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
 @click.option(
     "--anonymous-ttl",
     "anonymous_ttl_s",
+    envvar="KVD_GATEWAY_ANONYMOUS_TTL",
+    show_envvar=True,
     type=click.FloatRange(0, min_open=True),
     default=86_400.0,
     show_default=True,
@@ -97,6 +131,8 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
 )
 @click.option(
     "--max-anonymous",
+    envvar="KVD_GATEWAY_MAX_ANONYMOUS",
+    show_envvar=True,
     type=click.IntRange(1, 1_000_000),
     default=1000,
     show_default=True,
@@ -105,6 +141,8 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
 @click.option(
     "--ping",
     "ping_s",
+    envvar="KVD_GATEWAY_PING",
+    show_envvar=True,
     type=click.FloatRange(0, min_open=True),
     default=15.0,
     show_default=True,
@@ -126,7 +164,7 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
     type=click.Path(path_type=Path),
     help="JSON lines go here instead of stderr.",
 )
-@click.option(WITH_PARENT, is_flag=True, hidden=True, help="End when standard input does (kvd serve --http).")
+@click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does (kvd serve --http).")
 def gateway(
     listen: str,
     data_dir: Path | None,
@@ -198,6 +236,28 @@ def gateway(
         sys.exit(2 if isinstance(error, GatewayConfigError) else 1)
 
 
+def checked_address(text: str | None) -> str | None:
+    """`--http`, as a gateway will accept it: a daemon must not start with one that cannot.
+
+    Raises:
+        ConfigError: it is no address, or one that needs a key.
+    """
+    if text is None:
+        return None
+    from kvd.gateway import GatewayConfigError, parse_address
+    from kvd.gateway.settings import is_loopback
+
+    try:
+        host, _ = parse_address(text)
+    except GatewayConfigError as error:
+        raise ConfigError(f"http: {error}", setting="http") from None
+    if not is_loopback(host) and not os.environ.get("KVD_GATEWAY_API_KEY_FILE"):
+        raise ConfigError(
+            f"http: {host} is not a loopback address; set KVD_GATEWAY_API_KEY_FILE, or use 127.0.0.1", setting="http"
+        )
+    return text
+
+
 def _run(settings: object, log_level: str, log_file: Path | None, *, with_parent: bool) -> None:
     from kvd.gateway import GatewaySettings
     from kvd.gateway.serve import run
@@ -216,4 +276,4 @@ def _run(settings: object, log_level: str, log_file: Path | None, *, with_parent
         run(settings, log, ready=ready, with_parent=with_parent)
 
 
-__all__ = ["WITH_PARENT", "gateway"]
+__all__ = ["checked_address", "gateway"]

@@ -64,6 +64,7 @@ class Settings:
         trace: what agents do to pages is written there, for `kvd bench eviction` (None: nowhere).
         warm_from: folders of exported agents, imported when somebody first uses their names; never written.
         drain_grace_s: how long a drain lets requests finish before it cancels them.
+        http: HOST:PORT where a gateway serves HTTP, a child process of the daemon (None: nowhere).
         log_level: of `LOG_LEVELS`.
         log_file: JSON lines go here (None: standard error).
         check: run `check_integrity()` after every turn.
@@ -87,6 +88,7 @@ class Settings:
     trace: Path | None = None
     warm_from: tuple[Path, ...] = ()
     drain_grace_s: float = 30.0
+    http: str | None = None
     log_level: str = "info"
     log_file: Path | None = None
     check: bool = False

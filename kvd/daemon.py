@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kvd.assembly import Assembly
 from kvd.config import Settings
 from kvd.errors import KvdError
 from kvd.front.server import RpcServer
+from kvd.ops.children import KeptChild
 from kvd.ops.lifecycle import Notifier, StopAction, handle_stop_signals, inherited_sockets
 from kvd.ops.logs import RequestLine, get_logger, request_line, setup_logging
 from kvd.ops.stall import StallWatch
@@ -93,18 +95,37 @@ class Daemon:
             sock=sockets[0] if sockets else None,
             logger=get_logger("kvd.front"),
         )
+        gateway = self._gateway()
         with handle_stop_signals(self._on_signal):
             await server.start()
             try:
                 self._engine.start()
                 watching = asyncio.create_task(self._stall_watch.run())
+                if gateway is not None:
+                    gateway.start()
+                watchdog = asyncio.create_task(self._feed_watchdog())
                 await self._stop.wait()
                 watching.cancel()
                 service.set_draining()
                 self._notifier.stopping("draining")
                 await self._drain()
             finally:
+                if gateway is not None:
+                    await gateway.close()
                 await server.close(grace_s=2.0)
+
+    def _gateway(self) -> KeptChild | None:
+        """The process that serves HTTP, if one is wanted; its other settings come from the environment."""
+        settings = self._settings
+        if settings.http is None:
+            return None
+        command = [sys.executable, "-m", "kvd", "gateway", "--with-parent", "--listen", settings.http]
+        command += ["--socket", str(settings.socket), "--log-level", settings.log_level]
+        if settings.log_file is not None and "KVD_GATEWAY_LOG_FILE" not in os.environ:
+            # two processes must not rotate one file
+            own = settings.log_file.with_name(f"{settings.log_file.stem}.gateway{settings.log_file.suffix}")
+            command += ["--log-file", str(own)]
+        return KeptChild("gateway", command, get_logger("kvd"))
 
     async def _drain(self) -> None:
         assert self._loop is not None

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +50,11 @@ def _call_meaning(call: object) -> object:
     if not isinstance(function, dict):
         return call
     arguments = function.get("arguments")
-    with suppress(ValueError, RecursionError):
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return [function.get("name"), arguments]
+    try:
+        meant = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        meant = arguments
+    return [function.get("name"), meant]
 
 
 @dataclass(slots=True)

@@ -5,10 +5,14 @@ process's memory, `open_things` counts its descriptors and threads; `device` ask
 clamps budget and quota; `lifecycle` speaks to systemd and launchd and turns signals into a drain; `stall` notices an
 engine that hangs; `service` installs kvd with either manager, `service_files` are the files for it; `errors` holds the
 faults. May import structlog and kvd.errors; no mlx, no numpy, nothing else of kvd.
+clamps budget and quota; `lifecycle` speaks to systemd and launchd and turns signals into a drain; `children` keeps
+a child process running; `errors` holds the faults. May import structlog and kvd.errors; no mlx, no numpy, nothing else
+of kvd.
 """
 
 from __future__ import annotations
 
+from kvd.ops.children import ChildLog, KeptChild
 from kvd.ops.device import Clamped, DeviceFacts, DeviceLimit, clamp_budget, clamp_quota, device_facts, device_limit
 from kvd.ops.errors import InheritedSocketUnusable, InvalidSize
 from kvd.ops.footprint import Footprint, measure_footprint, process_footprint_bytes
@@ -19,12 +23,14 @@ from kvd.ops.sizes import format_size, parse_size
 
 __all__ = [
     "LEVELS",
+    "ChildLog",
     "Clamped",
     "DeviceFacts",
     "DeviceLimit",
     "Footprint",
     "InheritedSocketUnusable",
     "InvalidSize",
+    "KeptChild",
     "LogSetup",
     "Notifier",
     "RequestLine",

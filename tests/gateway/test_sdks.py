@@ -79,7 +79,7 @@ def test_five_turns_are_hits(gpt: Any, named: bool) -> None:
         answer = ask(gpt, messages, "five turns" if named else None)
         usage = answer.usage
         cached = usage.prompt_tokens_details.cached_tokens
-        assert cached == held if turn else cached == 0 or not named
+        assert turn == 0 or cached == held
         held = usage.prompt_tokens + usage.completion_tokens - 1  # the last token's KV comes with the next turn
         messages += [answer.choices[0].message.model_dump(exclude_none=True), user(f"Go on, {turn}.")]
 
@@ -103,9 +103,9 @@ def test_log_probabilities_and_stop_strings(gpt: Any) -> None:
     messages = [user("Probabilities.")]
     choice = ask(gpt, messages, "probable", logprobs=True, top_logprobs=2).choices[0]
     tokens = choice.logprobs.content
-    assert b"".join(bytes(token.bytes) for token in tokens).decode() == choice.message.content
+    assert b"".join(bytes(token.bytes) for token in tokens).decode(errors="replace") == choice.message.content
     assert all(token.logprob == pytest.approx(token.top_logprobs[0].logprob) for token in tokens)
-    word = choice.message.content.split()[1]
+    word = next(token.token for token in tokens[1:] if "\ufffd" not in token.token)
     stopped = ask(gpt, messages, "probable", stop=[word]).choices[0]
     assert stopped.finish_reason == "stop"
     assert stopped.message.content == choice.message.content.partition(word)[0]
@@ -244,13 +244,14 @@ def test_metrics_add_up(gpt: Any, served: Served) -> None:
     assert value("kvd_gateway_anonymous_agents") > 0
 
 
-def test_structured_output_and_tools_reach_the_daemon(gpt: Any) -> None:
+def test_structured_output_is_held_or_refused(served: Served) -> None:
     """Either the daemon holds the model to the form, or it says plainly that it cannot: never an answer in silence."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
-    try:
-        answer = ask(gpt, [user("One or two?")], "formed", response_format=form, max_tokens=40)
-    except openai.BadRequestError as error:
-        assert error.param == "response_format" or "response_format" in str(error)
+    body = {"model": "gpt-x", "messages": [user("One or two?")], "response_format": form, "max_tokens": 40}
+    reply = served.post("/v1/chat/completions", body)
+    if reply.status == 200:
+        assert json.loads(reply.json["choices"][0]["message"]["content"])["a"] in (1, 2)
     else:
-        assert json.loads(answer.choices[0].message.content)["a"] in (1, 2)
+        assert reply.status == 400
+        assert "response_format" in reply.error["message"]

@@ -1,0 +1,82 @@
+"""`kvd serve --http`: the gateway as the daemon's child, and `kvd gateway` as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvd.cli import main
+from tests.gateway.serving import Reply, Served
+from tests.support.daemon import Daemon, eventually, short_folder
+
+pytestmark = pytest.mark.daemon
+
+
+@pytest.fixture(scope="module")
+def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
+    """A daemon with a gateway on a free port."""
+    options = ("--check", "--http", "127.0.0.1:0")
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, options) as running:
+        yield running
+
+
+def listening(daemon: Daemon, nth: int) -> dict[str, Any]:
+    """What the nth gateway said when it listened."""
+
+    def lines() -> list[dict[str, Any]]:
+        return [line for line in daemon.log_lines() if line.get("event") == "listening"]
+
+    eventually(lambda: len(lines()) > nth, f"gateway {nth} listens")
+    return lines()[nth]
+
+
+def test_a_gateway_that_dies_costs_no_cache(daemon: Daemon) -> None:
+    """`kill -9` of it: the daemon starts another one, and the agent's next turn is a hit; both end with the daemon."""
+    first = listening(daemon, 0)
+    name = daemon.client.model_info()["model"]
+    text = "the time of a system " * 30
+
+    def turn(url: str) -> Reply:
+        body = {"model": name, "messages": [{"role": "user", "content": text}], "max_tokens": 2, "temperature": 0}
+        served = Served(url, log=None, gateway=None, loop=None)  # type: ignore[arg-type]
+        return served.post("/v1/chat/completions", body, x_kvd_agent="kept")
+
+    before = turn(first["url"]).json["usage"]
+    pid = next(line["pid"] for line in daemon.log_lines() if line.get("event") == "gateway_started")
+    os.kill(pid, signal.SIGKILL)
+    second = listening(daemon, 1)
+    after = turn(second["url"]).json["usage"]
+    assert after["prompt_tokens_details"]["cached_tokens"] == before["prompt_tokens"] - 1
+    daemon.kill()  # no word of farewell: the pipe tells the child
+    eventually(lambda: not accepts(second["url"]), "the gateway ended with its daemon")
+
+
+def accepts(url: str) -> bool:
+    """Whether somebody listens there."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    with socket.socket() as tried:
+        return tried.connect_ex((host, int(port))) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["serve", "--http", "nowhere"], "HOST:PORT"),
+        (["serve", "--http", "0.0.0.0:80"], "KVD_GATEWAY_API_KEY_FILE"),
+        (["gateway", "--listen", "0.0.0.0:0"], "--api-key-file"),
+        (["gateway", "--max-body", "1GB"], "max-body"),
+        (["gateway", "--api-key-file", "/nonexistent/keys"], "cannot be read"),
+    ],
+)
+def test_addresses_and_keys_are_checked_at_the_start(arguments: list[str], named: str) -> None:
+    """Exit code 2 and the reason, before anything is loaded."""
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert named in done.output

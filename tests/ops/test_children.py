@@ -1,0 +1,123 @@
+"""A child that is kept: started again with longer and longer pauses, given up, ended with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from kvd.ops import KeptChild
+
+
+class Log:
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, dict[str, object]]] = []
+
+    def info(self, event: str, **facts: object) -> None:
+        """Keep it."""
+        self.lines.append((event, facts))
+
+    warning = info
+
+
+class FakeProcess:
+    """Ends with a code as soon as somebody waits."""
+
+    pid = 7
+    stdin = None
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    async def wait(self) -> int:
+        """It has ended."""
+        return self._code
+
+    def kill(self) -> None:
+        """Nothing is left to end."""
+
+
+class World:
+    """Processes that live for given times and end with given codes, and a clock that pauses and lives move."""
+
+    def __init__(self, *lives: tuple[float, int] | OSError) -> None:
+        self._lives = list(lives)
+        self.now_s = 0.0
+        self.pauses: list[float] = []
+        self.over = asyncio.Event()
+
+    async def spawn(self, command: Sequence[str]) -> FakeProcess:
+        """The next process."""
+        life = self._lives.pop(0)
+        if isinstance(life, OSError):
+            raise life
+        self.now_s += life[0]
+        return FakeProcess(life[1])
+
+    async def pause(self, seconds: float) -> None:
+        """Time passes; when no process is left the test is over."""
+        self.pauses.append(seconds)
+        self.now_s += seconds
+        if not self._lives:
+            self.over.set()
+            await asyncio.Event().wait()
+
+
+def keep(*lives: tuple[float, int] | OSError) -> tuple[World, Log]:
+    """Keep a child that lives so."""
+    log = Log()
+
+    async def run() -> World:
+        world = World(*lives)
+        child = KeptChild("child", ["c"], log, spawn=world.spawn, clock=lambda: world.now_s, pause=world.pause)
+        keeper = asyncio.ensure_future(child.keep())
+        over = asyncio.ensure_future(world.over.wait())
+        await asyncio.wait({keeper, over}, return_when=asyncio.FIRST_COMPLETED)
+        keeper.cancel()
+        over.cancel()
+        await asyncio.gather(keeper, over, return_exceptions=True)
+        return world
+
+    return asyncio.run(run()), log
+
+
+def test_pauses_double_and_begin_anew() -> None:
+    """A child that dies at once is not started a hundred times a second; one that had lived is started soon."""
+    world, _ = keep(*[(0, 1)] * 8, (3600, 1), (0, 1))
+    assert world.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
+
+
+def test_wrong_usage_is_given_up() -> None:
+    """The same command would end the same way; the log says so."""
+    world, log = keep((0, 1), (0, 2))
+    assert world.pauses == [1]
+    assert log.lines[-1][0] == "child_given_up"
+
+
+def test_a_program_that_cannot_be_started_is_tried_again() -> None:
+    """With its reason in the log."""
+    world, log = keep(OSError("no memory"), (0, 1))
+    assert world.pauses == [1, 2]
+    assert log.lines[0] == ("child_not_started", {"error": "no memory", "again_s": 1.0})
+
+
+@pytest.mark.parametrize("ends_by_itself", [True, False])
+def test_closing_ends_the_child(monkeypatch: pytest.MonkeyPatch, ends_by_itself: bool) -> None:
+    """A real process: at the end of its input, or, when it does not care, by a signal."""
+    monkeypatch.setattr("kvd.ops.children.END_GRACE_S", 60.0 if ends_by_itself else 0.01)
+    script = "import sys; sys.stdin.read()" if ends_by_itself else "import time; time.sleep(3600)"
+    log = Log()
+
+    async def run() -> None:
+        child = KeptChild("child", [sys.executable, "-c", script], log)
+        child.start()
+        while not log.lines:
+            await asyncio.sleep(0.001)
+        await child.close()
+
+    asyncio.run(run())
+    assert [event for event, _ in log.lines] == ["child_started"]
