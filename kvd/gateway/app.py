@@ -31,7 +31,8 @@ from kvd.gateway.metrics import CONTENT_TYPE, Metrics
 from kvd.gateway.record import Record
 from kvd.gateway.responses_stream import ResponseWriter
 from kvd.gateway.settings import GatewaySettings
-from kvd.gateway.turns import BUG, Plan, Turns, Writer, unless_gone
+from kvd.gateway.streams import unless_gone
+from kvd.gateway.turns import BUG, Plan, Turns, Writer
 from kvd_client import AsyncClient, KvdClientError, RemoteError
 
 UNGUARDED = ("/health",)

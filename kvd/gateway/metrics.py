@@ -28,29 +28,45 @@ class Metrics:
 
     def __init__(self, conversations: Conversations) -> None:
         self.registry = CollectorRegistry()
-        of = {"registry": self.registry}
+        registry = self.registry
         self._requests = Counter(
-            "kvd_gateway_requests", "Requests by endpoint, status and outcome.", ("endpoint", "status", "outcome"), **of
+            "kvd_gateway_requests",
+            "Requests by endpoint, status and outcome.",
+            ("endpoint", "status", "outcome"),
+            registry=registry,
         )
         self._seconds = Histogram(
-            "kvd_gateway_request_seconds", "From arrival to the last byte.", ("endpoint",), buckets=SECONDS, **of
+            "kvd_gateway_request_seconds",
+            "From arrival to the last byte.",
+            ("endpoint",),
+            buckets=SECONDS,
+            registry=registry,
         )
         self._ttft = Histogram(
             "kvd_gateway_first_token_seconds",
             "From arrival to the first sampled token.",
             ("endpoint",),
             buckets=SECONDS,
-            **of,
+            registry=registry,
         )
         self._tokens = Counter(
-            "kvd_gateway_tokens", "Tokens by kind: prompt (cached ones included), cached, completion.", ("kind",), **of
+            "kvd_gateway_tokens",
+            "Tokens by kind: prompt (cached ones included), cached, completion.",
+            ("kind",),
+            registry=registry,
         )
-        self._identities = Counter("kvd_gateway_identities", "Turns by what named the agent.", ("source",), **of)
-        self._rules = Counter("kvd_gateway_rules", "Requests that a canonicalisation rule changed.", ("rule",), **of)
-        self._running = Gauge("kvd_gateway_running_requests", "Requests that are being answered.", **of)
-        self._up = Gauge("kvd_gateway_daemon_up", "1 if the daemon answered the scrape.", **of)
-        self._daemon = Gauge("kvd_gateway_daemon", "Figures of the daemon, under its own names.", ("figure",), **of)
-        anonymous = Gauge("kvd_gateway_anonymous_agents", "Agents of requests that named none.", **of)
+        self._identities = Counter(
+            "kvd_gateway_identities", "Turns by what named the agent.", ("source",), registry=registry
+        )
+        self._rules = Counter(
+            "kvd_gateway_rules", "Requests that a canonicalisation rule changed.", ("rule",), registry=registry
+        )
+        self._running = Gauge("kvd_gateway_running_requests", "Requests that are being answered.", registry=registry)
+        self._up = Gauge("kvd_gateway_daemon_up", "1 if the daemon answered the scrape.", registry=registry)
+        self._daemon = Gauge(
+            "kvd_gateway_daemon", "Figures of the daemon, under its own names.", ("figure",), registry=registry
+        )
+        anonymous = Gauge("kvd_gateway_anonymous_agents", "Agents of requests that named none.", registry=registry)
         anonymous.set_function(lambda: len(conversations))
 
     def begin(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvd.gateway.turns import paced
+from kvd.gateway.streams import paced
 from tests.gateway.daemons import ScriptedDaemon
 from tests.gateway.serving import Served
 from tests.support.daemon import eventually
