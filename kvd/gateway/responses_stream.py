@@ -75,8 +75,9 @@ class ResponseWriter:
         said, call = b"", call_of(event.data)
         if whole or index not in self._in_pieces:
             self._in_pieces.add(index)
+            said = self._close("completed")  # of the call before, with its own name and arguments
             self._call = Call(call.id, call.name, "")
-            said = self._close("completed") + self._open("function_call")
+            said += self._open("function_call")
         self._call = Call(self._call.id, self._call.name, self._call.arguments + call.arguments)
         return said + self._of_item("response.function_call_arguments.delta", delta=call.arguments)
 

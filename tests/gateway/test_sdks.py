@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvd.scheduler import params
 from tests.gateway.serving import Served, gateway
 from tests.support.daemon import Daemon, short_folder
 
@@ -255,3 +256,76 @@ def test_structured_output_is_held_or_refused(served: Served) -> None:
     else:
         assert reply.status == 400
         assert "response_format" in reply.error["message"]
+
+
+CITIES = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+needs_tools = pytest.mark.skipif(
+    not hasattr(params, "CHAT_NAMES"), reason="chat of this daemon neither parses calls nor holds forms"
+)
+
+
+@needs_tools
+def test_a_call_of_a_tool_and_its_result(gpt: Any) -> None:
+    """A call that must come has valid arguments; the turn with its result reuses all of the one before."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITIES}}
+    asked: dict[str, Any] = {"tools": [tool], "max_tokens": 300}
+    messages: list[Any] = [user("What is the weather?")]
+    first = ask(gpt, messages, "calls", tool_choice="required", parallel_tool_calls=False, **asked)
+    message = first.choices[0].message
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert json.loads(message.tool_calls[0].function.arguments)["city"] in ("Oslo", "Rome")
+    messages += [message.model_dump(exclude_none=True)]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "4 degrees"} for call in message.tool_calls]
+    second = ask(gpt, messages, "calls", **asked)
+    held = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert held - second.usage.prompt_tokens_details.cached_tokens <= 1
+
+
+@needs_tools
+def test_calls_in_streams_of_all_dialects(gpt: Any, claude: Any) -> None:
+    """The SDKs put the same call together from chunks, events and blocks."""
+    weather = {"name": "weather", "parameters": CITIES}
+    chunks = ask(
+        gpt,
+        [user("Weather?")],
+        tools=[{"type": "function", "function": weather}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=300,
+        stream=True,
+    )
+    deltas = [call for chunk in chunks if chunk.choices for call in chunk.choices[0].delta.tool_calls or []]
+    assert json.loads("".join(delta.function.arguments for delta in deltas))["city"] in ("Oslo", "Rome")
+    with gpt.responses.stream(
+        model="gpt-x",
+        input="Weather?",
+        tools=[{"type": "function", "strict": True, **weather}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=300,
+    ) as stream:
+        (item,) = stream.get_final_response().output
+    assert json.loads(item.arguments)["city"] in ("Oslo", "Rome")
+    with claude.messages.stream(
+        model="claude-x",
+        max_tokens=300,
+        messages=[user("Weather?")],
+        tools=[{"name": "weather", "input_schema": CITIES}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    ) as stream:
+        final = stream.get_final_message()
+    assert final.stop_reason == "tool_use"
+    assert final.content[-1].input["city"] in ("Oslo", "Rome")
+
+
+@needs_tools
+def test_structured_output_parses(gpt: Any) -> None:
+    """`responses.create` with a strict schema gives JSON of that schema."""
+    form = {"type": "json_schema", "name": "place", "schema": CITIES, "strict": True}
+    response = gpt.responses.create(model="gpt-x", input="Where?", max_output_tokens=300, text={"format": form})
+    assert json.loads(response.output_text)["city"] in ("Oslo", "Rome")

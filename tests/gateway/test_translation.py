@@ -11,6 +11,7 @@ from tests.gateway.serving import Served
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CALL = {"type": "tool_call", "index": 0, "id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'}
+SECOND = {"type": "tool_call", "index": 1, "id": "call_2", "name": "weather", "arguments": '{"city": "Rome"}'}
 CALLED: dict[str, Any] = {
     "finish_reason": "tool_calls",
     "message": {
@@ -243,6 +244,25 @@ def test_a_response_and_its_stream_say_the_same(served: Served, scripted: Script
     assert whole["usage"]["input_tokens_details"] == {"cached_tokens": 7}
     opened = [data["item"]["id"] for name, data in events if name == "response.output_item.added"]
     assert opened == [data["item"]["id"] for name, data in events if name == "response.output_item.done"]
+
+
+def test_a_response_streams_each_call_as_an_item(served: Served, scripted: ScriptedDaemon) -> None:
+    """Calls that follow each other, one of them in pieces: an item opens and closes as the same one, with its own call."""
+    pieces = [
+        {"type": "tool_call_delta", "index": 1, "id": "call_2", "name": "weather", "arguments": '{"city"'},
+        {"type": "tool_call_delta", "index": 1, "arguments": ': "Rome"}'},
+    ]
+    scripted.script(CALL, *pieces, SECOND, **CALLED)
+    events = served.post("/v1/responses", {"model": "tiny", "input": "Hi", "stream": True}).events
+    opened = [data["item"] for name, data in events if name == "response.output_item.added"]
+    closed = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert [(item["id"], item["call_id"]) for item in opened] == [(item["id"], item["call_id"]) for item in closed]
+    assert [(item["call_id"], item["arguments"]) for item in closed] == [
+        ("call_1", '{"city": "Oslo"}'),
+        ("call_2", '{"city": "Rome"}'),
+    ]
+    deltas = "".join(data["delta"] for name, data in events if name == "response.function_call_arguments.delta")
+    assert deltas == '{"city": "Oslo"}{"city": "Rome"}'
 
 
 def test_a_cut_response_is_incomplete(served: Served, scripted: ScriptedDaemon) -> None:
