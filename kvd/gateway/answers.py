@@ -60,7 +60,7 @@ class Answer:
 
 def answer_of(result: GenerateResult) -> Answer:
     """Read a result of `chat` or `generate`."""
-    message = result.server.get("message")
+    message = result.server.get("message", getattr(result, "message", None))
     message = message if isinstance(message, dict) else {"content": result.text}
     content, reasoning = message.get("content"), message.get("reasoning_content")
     calls = message.get("tool_calls")

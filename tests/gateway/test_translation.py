@@ -247,7 +247,7 @@ def test_a_response_and_its_stream_say_the_same(served: Served, scripted: Script
 
 
 def test_a_response_streams_each_call_as_an_item(served: Served, scripted: ScriptedDaemon) -> None:
-    """Calls that follow each other, one of them in pieces: an item opens and closes as the same one, with its own call."""
+    """Calls that follow each other, one of them in pieces: an item opens and closes with the same id and call."""
     pieces = [
         {"type": "tool_call_delta", "index": 1, "id": "call_2", "name": "weather", "arguments": '{"city"'},
         {"type": "tool_call_delta", "index": 1, "arguments": ': "Rome"}'},
