@@ -20,6 +20,7 @@ from kvd.gateway.openai_params import (
     MAX_NEW_TOKENS,
     SAMPLING_FIELDS,
     WITHOUT_EFFECT,
+    default_limit,
     function_tools,
     response_format,
     sampling,
@@ -72,14 +73,13 @@ def plan(fields: Fields, canonical: Canonical, default_max_tokens: int) -> Plan:
     fields.refuse("function_call", "use tool_choice", harmless=(None, "none", "auto"))
     fields.refuse("web_search_options", "kvd searches nothing")
     asked = fields.optional_integer("max_completion_tokens", 1, MAX_NEW_TOKENS)
-    options = sampling(fields) | {
-        "max_tokens": asked or fields.integer("max_tokens", 1, MAX_NEW_TOKENS, default_max_tokens),
-        "stop": stop_strings(fields),
-    }
+    options = sampling(fields) | {"stop": stop_strings(fields)}
     if fields.flag("logprobs"):
         options["logprobs"] = fields.integer("top_logprobs", 0, MAX_ALTERNATIVES, 0)
     elif fields.has("top_logprobs"):
         fields.wrong("top_logprobs", "is only allowed when logprobs is true")
+    limit = default_limit(options, default_max_tokens)
+    options["max_tokens"] = asked or fields.integer("max_tokens", 1, MAX_NEW_TOKENS, limit)
     if tools := canonical.tools(function_tools(fields)):
         options |= {"tools": tools} | _tool_choice(fields)
     if (form := response_format(fields, "response_format")) is not None:

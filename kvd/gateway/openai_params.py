@@ -17,6 +17,8 @@ MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
 MAX_ALTERNATIVES = 20
 MAX_SEED = 2**63 - 1
+MAX_LOGPROB_ENTRIES = 65_536
+"""What the daemon holds of log-probabilities: tokens times alternatives and one."""
 
 IDENTITY_FIELDS = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 WITHOUT_EFFECT = (
@@ -74,6 +76,12 @@ def sampling(fields: Fields) -> dict[str, Any]:
         if fields.has(name):
             options[name] = fields.number(name, 0, high, 0)
     return options
+
+
+def default_limit(options: Mapping[str, Any], most: int) -> int:
+    """New tokens of a request that says no limit: what the daemon can tell log-probabilities of, if they are wanted."""
+    logprobs = options.get("logprobs")
+    return most if logprobs is None else min(most, MAX_LOGPROB_ENTRIES // (logprobs + 1))
 
 
 def stop_strings(fields: Fields, name: str = "stop") -> list[str]:
@@ -152,6 +160,7 @@ __all__ = [
     "MAX_NEW_TOKENS",
     "SAMPLING_FIELDS",
     "WITHOUT_EFFECT",
+    "default_limit",
     "function_of",
     "function_tools",
     "response_format",

@@ -21,6 +21,7 @@ from kvd.gateway.openai_params import (
     MAX_NEW_TOKENS,
     SAMPLING_FIELDS,
     WITHOUT_EFFECT,
+    default_limit,
     function_of,
     response_format,
     sampling,
@@ -68,12 +69,12 @@ def plan(fields: Fields, canonical: Canonical, default_max_tokens: int) -> Plan:
     for name in ("conversation", "previous_response_id", "prompt"):
         fields.refuse(name, STORES_NOTHING, harmless=(None,))
     fields.refuse("truncation", "an input that does not fit is refused", harmless=(None, "disabled"))
-    options = sampling(fields) | {
-        "max_tokens": fields.integer("max_output_tokens", 1, MAX_NEW_TOKENS, default_max_tokens)
-    }
+    options = sampling(fields)
     alternatives = fields.optional_integer("top_logprobs", 0, MAX_ALTERNATIVES)
     if alternatives or LOGPROBS in fields.items("include"):
         options["logprobs"] = alternatives or 0
+    limit = default_limit(options, default_max_tokens)
+    options["max_tokens"] = fields.integer("max_output_tokens", 1, MAX_NEW_TOKENS, limit)
     if tools := canonical.tools([_tool(tool) for tool in fields.objects("tools")]):
         options |= {"tools": tools} | _tool_choice(fields)
     if (form := response_format(fields.inner("text"), "format")) is not None:

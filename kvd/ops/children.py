@@ -128,4 +128,5 @@ class KeptChild:
 
 
 async def _spawn(command: Sequence[str]) -> Process:
-    return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    # a session of its own: Ctrl-C in a terminal is for the parent, which ends its child when the time has come
+    return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)

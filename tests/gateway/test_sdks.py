@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from kvd.scheduler import params
 from tests.gateway.serving import Served, gateway
 from tests.support.daemon import Daemon, short_folder
-
-anthropic = pytest.importorskip("anthropic")
-openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.daemon
 

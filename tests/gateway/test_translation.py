@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -96,6 +97,26 @@ def test_what_says_nothing_is_not_asked(served: Served, scripted: ScriptedDaemon
     assert not {"tools", "tool_choice", "parallel_tool_calls", "response_format", "logprobs"} & set(asked)
     assert asked["max_tokens"] == 4096
     assert asked["temperature"] == 1
+
+
+def test_log_probabilities_fit_what_the_daemon_can_hold(served: Served, scripted: ScriptedDaemon) -> None:
+    """Who asks for them and says no limit gets as many tokens as the daemon can tell them of, not an error."""
+    served.post("/v1/chat/completions", chat(logprobs=True, top_logprobs=20))
+    served.post("/v1/responses", {"model": "tiny", "input": "x", "top_logprobs": 20})
+    assert [asked["max_tokens"] for asked in scripted.of("chat")] == [3120, 3120]
+
+
+def test_an_answer_says_how_its_prompt_matched(served: Served, scripted: ScriptedDaemon) -> None:
+    """P12: where prompt and stored text part, and what stands there, in ASCII headers; a stream says it, too."""
+    parts = {"character": 3, "expected": "ä", "found": "b"}
+    scripted.script(text("x"), match="diverge", match_reason="parts at character 3\nä", divergence=parts)
+    headers = served.post("/v1/chat/completions", chat(), x_kvd_agent="me, myself").headers
+    assert (headers["x-kvd-agent"], headers["x-kvd-match"]) == ("me, myself", "diverge")
+    assert headers["x-kvd-match-reason"] == "parts at character 3 \\xe4"
+    assert json.loads(headers["x-kvd-divergence"]) == parts
+    assert headers["x-kvd-cached-tokens"] == "7"
+    headers = served.post("/v1/chat/completions", chat(stream=True), x_kvd_agent="me").headers
+    assert (headers["x-kvd-match"], headers["x-kvd-prompt-tokens"]) == ("extend", "10")
 
 
 def test_messages_stay_in_their_place(served: Served, scripted: ScriptedDaemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 
@@ -117,6 +118,9 @@ def test_closing_ends_the_child(monkeypatch: pytest.MonkeyPatch, ends_by_itself:
         child.start()
         while not log.lines:
             await asyncio.sleep(0.001)
+        pid = log.lines[0][1]["pid"]
+        assert isinstance(pid, int)
+        assert os.getsid(pid) != os.getsid(0)  # a Ctrl-C in the terminal does not reach it
         await child.close()
 
     asyncio.run(run())
