@@ -2,16 +2,18 @@
 
 Theory of operation. A request that names nobody gets an agent of its own, always. Two clients may send the same text,
 so no likeness of content proves that a request is the same client's; what it does prove is that the client knows the
-text. Therefore the new agent is *forked* from the anonymous agent of the same namespace whose conversation the request
-repeats furthest: it shares pages, copies at most one partial page, and resumes at the exact token, while the other
-agent stays as it was. When the turn is over and the new agent holds all that the other one did, the other one is
-superseded and goes: an anonymous conversation has one agent, not one a turn. Where nothing is known (after a restart of
-the gateway) the daemon's sharing of pages by text still makes whole pages hits.
+text. Therefore the new agent is *forked* from the anonymous agent of the same namespace whose text the request repeats
+furthest, **at a point up to which it repeats all of it**: after a turn, or after a turn's prompt, where the number of
+tokens is known. So nothing that the client did not send gets into its address space, or into a reply about where texts
+part. The fork shares pages, copies at most one partial page, and resumes at the exact token, while the other agent
+stays as it was. When the turn is over and the new agent holds all that the other one did, the other one is superseded
+and goes: an anonymous conversation has one agent, not one a turn. Where nothing is known (after a restart of the
+gateway) the daemon's sharing of pages by text still makes whole pages hits.
 
-A conversation is a chain of digests, one for each message and all before it. The table maps digests to agents, the
-latest wins. Anonymous agents expire after a time without use, the oldest first when there are too many; those that an
-earlier run of the gateway left are adopted with the age that the daemon knows. Pure: time is given. May import the
-standard library.
+A conversation is a chain of digests, one for each message and all before it. The table maps digests to points of
+agents, the latest wins. Anonymous agents expire after a time without use, the oldest first when there are too many;
+those that an earlier run of the gateway left are adopted with the age that the daemon knows. Pure: time is given. May
+import the standard library.
 """
 
 from __future__ import annotations
@@ -57,12 +59,34 @@ def _call_meaning(call: object) -> object:
     return [function.get("name"), meant]
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A place in an agent's text that a conversation reaches.
+
+    Attributes:
+        digest: of the conversation up to there.
+        tokens: of the agent up to there.
+    """
+
+    digest: bytes
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where an anonymous request can start from: so many tokens of an agent; `points` are those that lie before."""
+
+    agent: str
+    tokens: int
+    points: tuple[Point, ...]
+
+
 @dataclass(slots=True)
 class _Held:
-    """An anonymous agent."""
+    """An anonymous agent: when it was used, and the points of its text, in their order."""
 
     used_s: float
-    chain: tuple[bytes, ...] = ()
+    points: tuple[Point, ...] = ()
 
 
 class Conversations:
@@ -82,26 +106,28 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._held)
 
-    def best(self, namespace: str, chain: Sequence[bytes], now_s: float) -> str | None:
+    def best(self, namespace: str, chain: Sequence[bytes], now_s: float) -> Found | None:
         """The agent that holds the longest beginning of a conversation; it counts as used."""
         for digest in reversed(chain):
             agent = self._holders.get((namespace, digest))
             if agent is not None:
-                self._held[namespace, agent].used_s = now_s
-                return agent
+                held = self._held[namespace, agent]
+                held.used_s = now_s
+                place = next(number for number, point in enumerate(held.points) if point.digest == digest)
+                return Found(agent, held.points[place].tokens, held.points[: place + 1])
         return None
 
-    def note(self, namespace: str, agent: str, chain: Sequence[bytes], now_s: float) -> None:
-        """An agent holds a conversation, all its beginnings included."""
+    def note(self, namespace: str, agent: str, points: Sequence[Point], now_s: float) -> None:
+        """An agent holds a conversation up to some points; none where it is not known what it holds."""
         self.forget(namespace, agent)
-        self._held[namespace, agent] = _Held(now_s, tuple(chain))
-        for digest in chain:
-            self._holders[namespace, digest] = agent
+        self._held[namespace, agent] = _Held(now_s, tuple(points))
+        for point in points:
+            self._holders[namespace, point.digest] = agent
 
-    def is_superseded(self, namespace: str, agent: str, chain: Sequence[bytes]) -> bool:
-        """Whether a conversation with this chain repeats all that an agent holds."""
+    def is_superseded(self, namespace: str, agent: str, points: Sequence[Point]) -> bool:
+        """Whether these points of another agent reach all that an agent holds."""
         held = self._held.get((namespace, agent))
-        return held is not None and bool(held.chain) and held.chain[-1] in chain
+        return held is not None and bool(held.points) and held.points[-1] in points
 
     def adopt(self, namespace: str, agent: str, used_s: float) -> None:
         """An agent of an earlier run, whose conversation is not known; it only has an end."""
@@ -111,9 +137,9 @@ class Conversations:
     def forget(self, namespace: str, agent: str) -> None:
         """An agent is gone."""
         held = self._held.pop((namespace, agent), None)
-        for digest in held.chain if held is not None else ():
-            if self._holders.get((namespace, digest)) == agent:
-                del self._holders[namespace, digest]
+        for point in held.points if held is not None else ():
+            if self._holders.get((namespace, point.digest)) == agent:
+                del self._holders[namespace, point.digest]
 
     def expire(self, now_s: float) -> list[Owner]:
         """Forget agents whose time is over, and the oldest that are too many; returns them, to be deleted."""
@@ -129,4 +155,4 @@ class Conversations:
         return ended
 
 
-__all__ = ["Conversations", "Owner", "chain_of"]
+__all__ = ["Conversations", "Found", "Owner", "Point", "chain_of"]

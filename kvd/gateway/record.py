@@ -80,7 +80,8 @@ class Record:
             found["x-kvd-cached-tokens"] = str(facts.cached_tokens)
         if self.result is not None:
             found["x-kvd-durable"] = str(self.result.durable).lower()
-            if divergence := self.result.server.get("divergence"):
+            # of a stranger's text nothing is told, not even where it goes on
+            if (divergence := self.result.server.get("divergence")) and self.identity != "anonymous":
                 found["x-kvd-divergence"] = json.dumps(divergence, ensure_ascii=True, default=str)
         return {name: value for name, value in found.items() if value}
 

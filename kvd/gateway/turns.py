@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvd.gateway.answers import Answer, answer_of, new_id
 from kvd.gateway.backend import Backend
-from kvd.gateway.conversations import Conversations, chain_of
+from kvd.gateway.conversations import Conversations, Found, Point, chain_of
 from kvd.gateway.errors import ApiError, from_daemon
 from kvd.gateway.identity import ANONYMOUS_PREFIX, identify
 from kvd.gateway.record import Record
@@ -146,29 +146,39 @@ class Turns:
     async def _anonymous(self, namespace: str, agent: str, plan: Plan) -> Callable[[Answer | None], None]:
         """Make ready a turn of a request that names nobody; returns what is to be done at its end."""
         messages, tools = plan.messages, plan.options.get("tools")
-        source: str | None = None
-        if messages is not None and (await self._backend.model()).shares:
-            source = await self._fork(namespace, agent, chain_of(messages, tools))
+        chain = [] if messages is None else chain_of(messages, tools)
+        source: Found | None = None
+        if chain and (await self._backend.model()).shares:
+            source = await self._fork(namespace, agent, chain)
 
         def ended(answer: Answer | None) -> None:
             # after a failure it is known that there is an agent, not what it holds
-            held = chain_of([*messages, answer.message], tools) if messages is not None and answer is not None else ()
-            self._conversations.note(namespace, agent, held, self._clock())
-            if source is not None and self._conversations.is_superseded(namespace, source, held):
-                self._conversations.forget(namespace, source)
-                self._later(self._delete(namespace, source))
+            points: list[Point] = []
+            if messages is not None and answer is not None:
+                result = answer.result
+                if source is not None:
+                    # of a prompt that went on from the fork all are reached, though its last token's KV came only now
+                    all_reached = result.match in ("extend", "exact")
+                    points += [each for each in source.points if all_reached or each.tokens <= result.cached_tokens]
+                points.append(Point(chain[-1], result.prompt_tokens))
+                whole = chain_of([*messages, answer.message], tools)[-1]
+                points.append(Point(whole, result.prompt_tokens + result.completion_tokens))
+            self._conversations.note(namespace, agent, points, self._clock())
+            if source is not None and self._conversations.is_superseded(namespace, source.agent, points):
+                self._conversations.forget(namespace, source.agent)
+                self._later(self._delete(namespace, source.agent))
 
         return ended
 
-    async def _fork(self, namespace: str, agent: str, chain: Sequence[bytes]) -> str | None:
+    async def _fork(self, namespace: str, agent: str, chain: Sequence[bytes]) -> Found | None:
         """Start an anonymous agent from the one that holds most of its conversation, if there is any."""
         source = self._conversations.best(namespace, chain, self._clock())
         if source is None:
             return None
         try:
-            await self._backend.client.fork(source, agent, namespace=namespace)
+            await self._backend.client.fork(source.agent, agent, source.tokens, namespace=namespace)
         except RemoteError:  # it was deleted, or its pages are lost: the turn starts from what the namespace shares
-            self._conversations.forget(namespace, source)
+            self._conversations.forget(namespace, source.agent)
             return None
         return source
 

@@ -14,7 +14,8 @@ from tests.front.service import FakeService
 class ScriptedDaemon(FakeService):
     """Answers turns with `events` and `result`, or with `error`; `params` has what each turn was asked.
 
-    A turn whose agent is `hangs` waits until it is cancelled; `gone` are agents that cannot be forked.
+    A turn whose agent is `hangs` waits until it is cancelled; `gone` are agents that cannot be forked,
+    `listed` those it has.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class ScriptedDaemon(FakeService):
         self.late_error: KvdError | None = None
         self.gone: set[str] = set()
         self.sharing = "namespace"
+        self.listed: list[dict[str, object]] = []
 
     def of(self, method: str) -> list[dict[str, Any]]:
         """Parameters of the calls of one method, in order."""
@@ -66,7 +68,7 @@ class ScriptedDaemon(FakeService):
         return await super().do_agent_fork(params, context)
 
     async def do_agent_list(self, params: Mapping[str, Any], context: CallContext) -> object:
-        return {"agents": []}
+        return {"agents": self.listed}
 
     async def do_model_info(self, params: Mapping[str, Any], context: CallContext) -> object:
         return {"model": "tiny", "context_tokens": 512, "sharing": self.sharing}

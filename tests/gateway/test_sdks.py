@@ -71,9 +71,11 @@ def test_models_are_listed(gpt: Any, claude: Any, daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_five_turns_are_hits(gpt: Any, named: bool) -> None:
+def test_five_turns_are_hits(gpt: Any, served: Served, daemon: Daemon, named: bool) -> None:
     """P16, P40: each turn of a conversation reuses all that was computed, with the agent named or found by itself."""
     messages: list[Any] = [SYSTEM, user(f"Tell me of time, {named}.")]
+    served.run(served.gateway.settled())
+    before = sum(each.agent.startswith("gw:anonymous:") for each in daemon.client.agents())
     held = 0
     for turn in range(5):
         answer = ask(gpt, messages, "five turns" if named else None)
@@ -82,6 +84,10 @@ def test_five_turns_are_hits(gpt: Any, named: bool) -> None:
         assert turn == 0 or cached == held
         held = usage.prompt_tokens + usage.completion_tokens - 1  # the last token's KV comes with the next turn
         messages += [answer.choices[0].message.model_dump(exclude_none=True), user(f"Go on, {turn}.")]
+    if not named:  # five turns of nobody have left one agent, not five
+        served.run(served.gateway.settled())
+        anonymous = [each for each in daemon.client.agents() if each.agent.startswith("gw:anonymous:")]
+        assert len(anonymous) == before + 1
 
 
 def test_a_stream_says_what_the_whole_answer_says(gpt: Any) -> None:
