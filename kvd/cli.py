@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
@@ -16,9 +16,10 @@ from kvd import __version__
 from kvd.bench.cli import bench
 from kvd.cli_config import came_from_file, config, use_file
 from kvd.cli_doctor import doctor
-from kvd.cli_gateway import checked_address, gateway
+from kvd.cli_gateway import gateway, http_address, http_option
 from kvd.cli_model import model
 from kvd.cli_service import service
+from kvd.cli_types import SIZE, AutoOrCount
 from kvd.config import (
     ATTENTION,
     DEFAULT_BUDGET_BYTES,
@@ -32,7 +33,7 @@ from kvd.config import (
 )
 from kvd.errors import EnvironmentFault, KvdError
 from kvd.ops.logs import LEVELS
-from kvd.ops.sizes import format_size, parse_size
+from kvd.ops.sizes import format_size
 from kvd.quant.spec import NAMED_FORMATS
 from kvd.record import follow_recorded_threads
 from kvd_client import KvdClientError
@@ -40,59 +41,6 @@ from kvd_client.paths import default_data_dir, default_socket
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 DATA_DIR_DEFAULT = "[default: kvd in the user's data folder]"
-
-
-if TYPE_CHECKING:
-    IntType = click.ParamType[int]
-else:
-    # older click has no type parameter at run time
-    IntType = click.ParamType
-
-
-class SizeType(IntType):
-    """A size such as 10.2GB, 40MB, 512MiB, 100K."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse with the one size parser."""
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(str(value), what=param.name if param and param.name else "size")
-        except KvdError as error:
-            self.fail(error.message, param, ctx)
-
-
-SIZE = SizeType()
-
-
-if TYPE_CHECKING:
-    CountType = click.ParamType[int | Literal["auto"]]
-else:
-    CountType = click.ParamType
-
-
-class AutoOrCount(CountType):
-    """`auto`, or a whole number from 1 to a most.
-
-    Args:
-        most: the largest number.
-    """
-
-    name = "auto|count"
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
-        """Name what is allowed when it is neither."""
-        text = str(value).strip()
-        if text == "auto":
-            return "auto"
-        if text.isdecimal() and 1 <= int(text) <= self._most:
-            return int(text)
-        raise click.BadParameter(f"must be auto or a whole number from 1 to {self._most}, not {text!r}", ctx, param)
 
 
 @click.group(
@@ -274,13 +222,7 @@ def main() -> None:
     show_default=True,
     help="Seconds a stop lets requests finish.",
 )
-@click.option(
-    "--http",
-    envvar="KVD_HTTP",
-    show_envvar=True,
-    metavar="HOST:PORT",
-    help="Serve OpenAI's and Anthropic's APIs there, too: runs `kvd gateway` as a child process.",
-)
+@http_option
 @click.option(
     "--log-level",
     type=click.Choice(LEVELS),
@@ -364,7 +306,7 @@ def serve(
             trace=Path(trace).expanduser().absolute() if trace else None,
             warm_from=tuple(Path(folder).expanduser().absolute() for folder in warm_from),
             drain_grace_s=drain_grace_s,
-            http=checked_address(http),
+            http=http_address(http),
             log_level=log_level,
             log_file=log_file,
             check=check,

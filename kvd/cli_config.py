@@ -36,8 +36,11 @@ from kvd_client.paths import default_data_dir, default_socket
 SHARED: Final = {"data_dir": "data_dir", "socket": "socket", "model": "model_name", "model_dir": "model_dir"}
 """Names at the top of the file, and what click calls the options that take them, in whichever command."""
 
-TABLES: Final = ("serve",)
+TABLES: Final = ("serve", "gateway")
 """Commands that have a table."""
+
+ACTIONS: Final = ("as_json", "list_identities", "list_rules")
+"""Options that say what a command is to do once, and are no settings."""
 
 _FILE = "kvd.config_file"
 
@@ -85,7 +88,7 @@ def options_of(command: click.Command) -> dict[str, click.Option]:
     """A command's settings by the name they have in the file."""
     options = {}
     for param in command.params:
-        if isinstance(param, click.Option) and param.name != "as_json":
+        if isinstance(param, click.Option) and not param.hidden and param.name not in ACTIONS:
             longest = max(param.opts, key=len)
             options[_spelled(longest.lstrip("-"))] = param
     return options

@@ -1,7 +1,7 @@
 """`kvd gateway`: OpenAI's and Anthropic's APIs over HTTP, in front of a running daemon.
 
-Heavy imports happen inside, so that `--help` is quick. May import kvd.gateway, kvd.config,
-kvd.errors, kvd.ops and kvd_client.paths.
+Heavy imports happen inside, so that `--help` is quick. May import kvd.gateway,
+kvd.cli_config, kvd.cli_types, kvd.config, kvd.ops and kvd_client.paths.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ from pathlib import Path
 
 import click
 
+from kvd.cli_config import came_from_file, config_path
+from kvd.cli_types import SIZE
 from kvd.config import ConfigError
-from kvd.errors import KvdError
 from kvd.ops.logs import LEVELS
-from kvd.ops.sizes import parse_size
 
 DEFAULT_LISTEN = "127.0.0.1:8787"
-
-
-def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    try:
-        return parse_size(value, what="max-body")
-    except KvdError as error:
-        raise click.BadParameter(error.message) from None
 
 
 @click.command()
@@ -104,10 +97,9 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
     "--max-body",
     envvar="KVD_GATEWAY_MAX_BODY",
     show_envvar=True,
-    metavar="SIZE",
+    type=SIZE,
     default="8MiB",
     show_default=True,
-    callback=_bytes,
     help="Bytes of a request's body.",
 )
 @click.option(
@@ -213,6 +205,9 @@ def gateway(
         for name, state, summary in rows:
             click.echo(f"{name:22} {state:4}{summary}")
         return
+    ctx = click.get_current_context()
+    if came_from_file(ctx, "socket") and data_dir and not came_from_file(ctx, "data_dir"):
+        socket = None  # another folder was named on the spot: its daemon is meant
     try:
         host, port = parse_address(listen)
         settings = GatewaySettings(
@@ -236,8 +231,20 @@ def gateway(
         sys.exit(2 if isinstance(error, GatewayConfigError) else 1)
 
 
-def checked_address(text: str | None) -> str | None:
-    """`--http`, as a gateway will accept it: a daemon must not start with one that cannot.
+http_option = click.option(
+    "--http",
+    envvar="KVD_HTTP",
+    show_envvar=True,
+    metavar="HOST:PORT",
+    help="Serve OpenAI's and Anthropic's APIs there, too: runs `kvd gateway` as a child process.",
+)
+"""`--http` of `kvd serve`."""
+
+
+def http_address(text: str | None) -> str | None:
+    """The value of `--http`, as a gateway will accept it: a daemon must not start with one that cannot.
+
+    The gateway is to read the same configuration file: its name goes into the environment.
 
     Raises:
         ConfigError: it is no address, or one that needs a key.
@@ -251,10 +258,12 @@ def checked_address(text: str | None) -> str | None:
         host, _ = parse_address(text)
     except GatewayConfigError as error:
         raise ConfigError(f"http: {error}", setting="http") from None
-    if not is_loopback(host) and not os.environ.get("KVD_GATEWAY_API_KEY_FILE"):
+    defaults = (click.get_current_context().find_root().default_map or {}).get("gateway", {})
+    if not is_loopback(host) and not (os.environ.get("KVD_GATEWAY_API_KEY_FILE") or defaults.get("api_key_file")):
         raise ConfigError(
             f"http: {host} is not a loopback address; set KVD_GATEWAY_API_KEY_FILE, or use 127.0.0.1", setting="http"
         )
+    os.environ["KVD_CONFIG"] = str(config_path(click.get_current_context()) or "")
     return text
 
 
@@ -276,4 +285,4 @@ def _run(settings: object, log_level: str, log_file: Path | None, *, with_parent
         run(settings, log, ready=ready, with_parent=with_parent)
 
 
-__all__ = ["checked_address", "gateway"]
+__all__ = ["gateway", "http_address", "http_option"]

@@ -103,7 +103,6 @@ class Daemon:
                 watching = asyncio.create_task(self._stall_watch.run())
                 if gateway is not None:
                     gateway.start()
-                watchdog = asyncio.create_task(self._feed_watchdog())
                 await self._stop.wait()
                 watching.cancel()
                 service.set_draining()

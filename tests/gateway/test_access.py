@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvd.cli import main
 from kvd.gateway import GatewayConfigError, GatewaySettings, KeyFileError, KeyRing, parse_address, read_key_file
 from kvd.gateway.auth import check_host
 from kvd.gateway.errors import ApiError, CannotListen
@@ -120,6 +123,22 @@ def test_addresses_that_are_none(text: str) -> None:
     """Refused with the form that is wanted."""
     with pytest.raises(GatewayConfigError, match="HOST:PORT"):
         parse_address(text)
+
+
+def test_settings_come_from_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table `[gateway]`; actions such as `list_rules` are no settings, and a wrong value is named with its place."""
+    monkeypatch.delenv("KVD_GATEWAY_ALIAS", raising=False)
+    path = tmp_path / "kvd.toml"
+    path.write_text('[gateway]\nalias = ["claude-*", "gpt-*"]\nmax-body = "1MiB"\n')
+    shown = CliRunner().invoke(main, ["--config", str(path), "config", "show", "--json"])
+    found = json.loads(shown.output)["gateway"]
+    assert found["alias"] == {"value": ["claude-*", "gpt-*"], "source": f"file {path}"}
+    assert found["max_body"]["value"] == 2**20
+    assert "list_rules" not in found
+    path.write_text("[gateway]\nping = -1\n")
+    refused = CliRunner().invoke(main, ["--config", str(path), "gateway", "--list-rules"])
+    assert refused.exit_code == 2
+    assert "[gateway] ping" in refused.output
 
 
 def test_a_taken_port_is_told() -> None:

@@ -1,0 +1,68 @@
+"""Types of options that click does not have: sizes, and numbers that may be left to the program.
+
+May import click, kvd.errors and kvd.ops.sizes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from kvd.errors import KvdError
+from kvd.ops.sizes import parse_size
+
+if TYPE_CHECKING:
+    IntType = click.ParamType[int]
+else:
+    # older click has no type parameter at run time
+    IntType = click.ParamType
+
+
+class SizeType(IntType):
+    """A size such as 10.2GB, 40MB, 512MiB, 100K."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse with the one size parser."""
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(str(value), what=param.name if param and param.name else "size")
+        except KvdError as error:
+            self.fail(error.message, param, ctx)
+
+
+SIZE = SizeType()
+
+
+if TYPE_CHECKING:
+    CountType = click.ParamType[int | Literal["auto"]]
+else:
+    CountType = click.ParamType
+
+
+class AutoOrCount(CountType):
+    """`auto`, or a whole number from 1 to a most.
+
+    Args:
+        most: the largest number.
+    """
+
+    name = "auto|count"
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
+        """Name what is allowed when it is neither."""
+        text = str(value).strip()
+        if text == "auto":
+            return "auto"
+        if text.isdecimal() and 1 <= int(text) <= self._most:
+            return int(text)
+        raise click.BadParameter(f"must be auto or a whole number from 1 to {self._most}, not {text!r}", ctx, param)
+
+
+__all__ = ["SIZE", "AutoOrCount", "SizeType"]
