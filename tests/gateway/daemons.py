@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from tests.front.service import FakeService
 class ScriptedDaemon(FakeService):
     """Answers turns with `events` and `result`, or with `error`; `params` has what each turn was asked.
 
-    A turn whose agent is `hangs` waits until it is cancelled; `gone` are agents that cannot be forked,
-    `listed` those it has.
+    A turn whose agent is `hangs` waits until it is cancelled; one whose agent begins with `echo` says that name; `gone`
+    are agents that cannot be forked, `listed` those it has.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,11 @@ class ScriptedDaemon(FakeService):
             return await self.until_cancelled("hangs", context, emit=True)
         if self.error is not None:
             raise self.error
+        if params["agent"].startswith("echo "):  # says its own name, letter by letter, among all others
+            for letter in params["agent"]:
+                context.emit({"type": "text", "text": letter})
+                await asyncio.sleep(0)
+            return {"text": params["agent"], "finish_reason": "stop", "match": "new", "agent": params["agent"]}
         figures = {"prompt_tokens": 10, "cached_tokens": 7}
         context.emit({"type": "matched", "match": "extend", "match_reason": "all stored text matched", **figures})
         context.emit({"type": "first_token"})

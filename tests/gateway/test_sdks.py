@@ -183,6 +183,10 @@ def test_messages(claude: Any) -> None:
     again = claude.messages.create(messages=longer, **asked)
     assert again.content[0].text == text
     assert again.usage.input_tokens == 1
+    word = text.split()[2]
+    stopped = claude.messages.create(messages=longer, stop_sequences=["never", word], **asked)
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
+    assert stopped.content[0].text == text.partition(word)[0]
 
 
 def test_volatile_headers_do_not_cost_the_prefix(claude: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -67,6 +68,34 @@ def test_a_client_that_leaves_without_a_stream_ends_its_turn(
     eventually(lambda: len(served.log.requests()) > before, "the request is logged")
     line = served.log.requests()[before]
     assert (line["outcome"], line["status"]) == ("disconnected", 499)
+
+
+def test_concurrent_answers_do_not_mix(served: Served) -> None:
+    """P33: many requests on one connection to the daemon, whole and as streams: each has its own letters only."""
+
+    def asked(number: int) -> tuple[str, str]:
+        path, body, _ = PATHS[number % len(PATHS)]
+        name = f"echo {number:02} of {path}"
+        reply = served.post(path, {**body, "stream": number % 8 >= 4}, x_kvd_agent=name)
+        return name, reply.body.decode() if number % 8 < 4 else "".join(letters(reply.events))
+
+    with ThreadPoolExecutor(8) as pool:
+        for name, said in pool.map(asked, range(32)):
+            assert name in said
+
+
+def letters(events: list[tuple[str, Any]]) -> list[str]:
+    """The text of a stream of any dialect."""
+    found = []
+    for _, data in events:
+        if not isinstance(data, dict):
+            continue
+        if data.get("choices"):
+            choice = data["choices"][0]
+            found.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+        delta = data.get("delta")
+        found.append(delta if isinstance(delta, str) else delta.get("text", "") if isinstance(delta, dict) else "")
+    return found
 
 
 def test_paced_says_when_nothing_comes() -> None:

@@ -94,8 +94,10 @@ def test_nothing_of_a_stop_string_surfaces(pieces: list[bytes], stop: tuple[str,
     assert whole.startswith(given_text)
     assert not any(each in given_text for each in stop)
     if watch.stopped:
-        assert any(whole[len(given_text) :].startswith(each) for each in stop)
+        assert watch.stop_string in stop
+        assert whole[len(given_text) :].startswith(watch.stop_string)
     else:
+        assert watch.stop_string is None
         assert given_text == whole
         assert not any(each in whole for each in stop)
 
