@@ -122,7 +122,11 @@ def root_digest(messages: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _own_name(name: str) -> str:
+def _own_name(sent: str) -> str:
+    try:
+        name = sent.encode("latin-1").decode()  # headers are bytes; whoever writes beyond ASCII writes UTF-8
+    except UnicodeError:
+        name = sent
     printable = all(unicodedata.category(character)[0] != "C" for character in name)
     if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not printable or name.startswith(PREFIX):
         raise ApiError(

@@ -35,6 +35,8 @@ def test_the_order_is_the_documented_one() -> None:
     ("headers", "body", "agent"),
     [
         ({"x-kvd-agent": "a b"}, {}, "a b"),
+        ({"x-kvd-agent": "zoë".encode().decode("latin-1")}, {}, "zoë"),
+        ({"x-kvd-agent": "zoë"}, {}, "zoë"),
         ({"x-claude-code-session-id": "s"}, {}, f"gw:claude-code:s:{ROOT}"),
         ({"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}, {}, f"gw:claude-code:s/a:{ROOT}"),
         ({"x-claude-code-agent-id": "a"}, {}, f"gw:claude-code:a:{ROOT}"),
