@@ -37,16 +37,25 @@ COUNTED_FIELDS = (
     "thinking",
     "tool_choice",
     "tools",
+    "user_profile_id",
+    "workspace_id",
 )
 FIELDS = (
     *COUNTED_FIELDS,
+    "billing_policy",
+    "compaction",
+    "container",
+    "fallback_credit_token",
+    "fallbacks",
     "inference_geo",
+    "mcp_servers",
     "max_tokens",
     "metadata",
     "service_tier",
     "stop_sequences",
     "stream",
     "temperature",
+    "thread",
     "top_k",
     "top_p",
 )
@@ -62,6 +71,16 @@ def plan(fields: Fields, canonical: Canonical) -> Plan:
         ApiError: a field is unknown, wrong, or asks for what kvd cannot do.
     """
     fields.refuse_unknown(FIELDS)
+    if fields.has("thread"):
+        raise ApiError(
+            "unsupported",
+            "thread is not supported: the gateway stores no conversations; send all messages",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": []},  # the SDK then sends them all
+        )
+    fields.refuse("container", "kvd runs no code")
+    fields.refuse("mcp_servers", "connect to them from the client", harmless=(None, []))
+    fields.refuse("compaction", "the gateway stores no conversations")
     stops = stop_strings(fields, "stop_sequences")
     options: dict[str, Any] = {
         "max_tokens": fields.integer("max_tokens", 1, MAX_NEW_TOKENS),

@@ -322,6 +322,12 @@ class _Around:
             media = headers.get("content-type", "").partition(";")[0].strip().lower()
             if media != "application/json":  # a browser may not send that to a foreign site without asking first
                 raise ApiError("media_type", f"content-type must be application/json, not {media[:40]!r}")
+            if headers.get("content-encoding", "identity").strip().lower() != "identity":
+                raise ApiError(
+                    "invalid",
+                    "content-encoding must be identity: compressed bodies are not read",
+                    details={"error_code": "request_body_encoding_unsupported"},
+                )
         await self._inner(scope, receive, send)
 
     def _done(self, record: Record) -> None:

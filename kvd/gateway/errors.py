@@ -96,6 +96,7 @@ class ApiError(Exception):
         param: the field of the request, with its place, such as `messages[2].content`.
         code: instead of the kind's, for OpenAI's `code`.
         retry_after_s: when the same request may succeed.
+        details: what Anthropic's SDK looks at, with an `error_code`.
     """
 
     def __init__(
@@ -106,9 +107,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind
+        self.details = details
         self.message = message
         self.param = param
         self.code = code
@@ -135,7 +138,8 @@ class ApiError(Exception):
         """Anthropic's error object, which has no field for the parameter: the message starts with it."""
         named = self.param is None or self.message.startswith(self.param)
         text = self.message if named else f"{self.param}: {self.message}"
-        return {"type": KINDS[self.kind].anthropic_type, "message": text}
+        told = {"type": KINDS[self.kind].anthropic_type, "message": text}
+        return told if self.details is None else {**told, "details": dict(self.details)}
 
     def headers(self) -> dict[str, str]:
         """Headers that go with it: `retry-after` in whole seconds, at least one."""

@@ -33,9 +33,12 @@ FIELDS = (
     *IDENTITY_FIELDS,
     *SAMPLING_FIELDS,
     *WITHOUT_EFFECT,
+    "access_programs",
     "background",
+    "background_options",
     "context_management",
     "conversation",
+    "image",
     "include",
     "input",
     "instructions",
@@ -68,6 +71,7 @@ def plan(fields: Fields, canonical: Canonical, default_max_tokens: int) -> Plan:
     fields.refuse("background", STORES_NOTHING)
     for name in ("conversation", "previous_response_id", "prompt"):
         fields.refuse(name, STORES_NOTHING, harmless=(None,))
+    fields.refuse("image", "answers are text")
     fields.refuse("truncation", "an input that does not fit is refused", harmless=(None, "disabled"))
     options = sampling(fields)
     alternatives = fields.optional_integer("top_logprobs", 0, MAX_ALTERNATIVES)

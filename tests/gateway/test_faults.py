@@ -177,6 +177,20 @@ def test_a_form_is_not_json(served: Served) -> None:
     assert "application/json" in reply.error["message"]
 
 
+def test_threads_are_refused_in_a_way_the_sdk_goes_on_from(served: Served) -> None:
+    """Anthropic's tool runner asks for a stored conversation first, and sends whole ones when that is unsupported."""
+    reply = served.post("/v1/messages", {**MESSAGE, "thread": {"type": "create"}})
+    assert reply.status == 400
+    assert reply.error["details"]["error_code"] == "thread_unsupported_request"
+
+
+def test_compressed_bodies_are_refused(served: Served) -> None:
+    """They are not read, so they cannot grow beyond the limit either."""
+    reply = served.post("/v1/messages", MESSAGE, content_encoding="gzip")
+    assert reply.status == 400
+    assert reply.error["details"]["error_code"] == "request_body_encoding_unsupported"
+
+
 def test_large_bodies_are_refused(scripted: ScriptedDaemon) -> None:
     """413, announced or not; the limit is named."""
     with gateway(scripted.path, max_body_bytes=2048) as served:  # type: ignore[attr-defined]

@@ -333,6 +333,35 @@ def test_calls_in_streams_of_all_dialects(gpt: Any, claude: Any) -> None:
 
 
 @needs_tools
+def test_anthropics_tool_runner(claude: Any) -> None:
+    """It runs the tool that the model calls, sends the result, and gets an answer."""
+    calls: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tell the weather.
+
+        Args:
+            city: its name.
+        """
+        calls.append(city)
+        return "4 degrees"
+
+    runner = claude.beta.messages.tool_runner(
+        model="claude-x",
+        max_tokens=200,
+        messages=[user("Weather?")],
+        tools=[weather],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_iterations=2,
+        extra_body={"temperature": 0},
+    )
+    reasons = [message.stop_reason for message in runner]
+    assert len(reasons) == 2 or reasons == ["max_tokens"]
+    assert len(calls) == reasons.count("tool_use")
+
+
+@needs_tools
 def test_structured_output_parses(gpt: Any) -> None:
     """`responses.create` with a strict schema gives JSON of that schema."""
     form = {"type": "json_schema", "name": "place", "schema": CITIES, "strict": True}
