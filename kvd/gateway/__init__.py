@@ -2,7 +2,7 @@
 
 It speaks to the daemon through `kvd_client` alone and holds no attention state: a crash here costs no cache.
 
-- `app`: routes, and around them host check, keys, limits, errors, one log line a request. `serve`: listening.
+- `app`: routes; `around`: host check, keys, limits, errors, one log line a request; `serve`: listening.
 - `turns`: one request's turn in the daemon; `streams`: its events, pings, clients that leave; `answers`: a finished
   turn; `backend`: the daemon.
 - `openai_chat`, `openai_completions`, `openai_responses` with `responses_stream`, `anthropic_messages`: the dialects;

@@ -1,61 +1,39 @@
-"""The gateway as an ASGI application: routes, and around them what holds for every request.
+"""The gateway as an ASGI application: routes, and the upkeep of anonymous agents.
 
-Around: a request id, the Host header, the API key, the media type, one canonical log line, metrics, and errors in the
-dialect of the path. Routes only translate. May import starlette, structlog, kvd_client and siblings.
+Routes only translate. May import starlette, kvd_client and siblings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Protocol
 
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from kvd.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
-from kvd.gateway.answers import new_id
-from kvd.gateway.auth import check_host, check_key
+from kvd.gateway.around import Around, Log, dialect_of
 from kvd.gateway.backend import Backend
 from kvd.gateway.canonical import Canonical, header_rules
 from kvd.gateway.conversations import Conversations
-from kvd.gateway.errors import ApiError, ClientGone, Dialect, from_daemon
+from kvd.gateway.errors import ApiError, from_daemon
 from kvd.gateway.fields import Fields, parse_body
 from kvd.gateway.identity import ANONYMOUS_PREFIX
 from kvd.gateway.metrics import CONTENT_TYPE, Metrics
-from kvd.gateway.record import Record
 from kvd.gateway.responses_stream import ResponseWriter
 from kvd.gateway.settings import GatewaySettings
 from kvd.gateway.streams import unless_gone
-from kvd.gateway.turns import BUG, Plan, Turns, Writer
+from kvd.gateway.turns import Plan, Turns, Writer
 from kvd_client import AsyncClient, KvdClientError, RemoteError
 
-UNGUARDED = ("/health",)
-"""Paths that need no API key: they tell nothing but whether requests are served."""
 REAP_EVERY_S = 60.0
-STATUS_GONE = 499
-"""In log and metrics: the client left before anything was sent (nginx's number)."""
 
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class Log(Protocol):
-    """The part of a logger that is used here."""
-
-    def info(self, event: str, **facts: object) -> object:
-        """What went well."""
-
-    def warning(self, event: str, **facts: object) -> object:
-        """What did not."""
-
-    def exception(self, event: str, **facts: object) -> object:
-        """A bug, with its traceback."""
 
 
 class Gateway:
@@ -84,7 +62,7 @@ class Gateway:
         self.metrics = Metrics(self.conversations)
         self._backend = Backend(client, settings.aliases, clock=clock)
         self._turns = Turns(self._backend, self.conversations, ping_s=settings.ping_s, clock=clock)
-        self.app: ASGIApp = _Around(self._routes(), self)
+        self.app: ASGIApp = Around(self._routes(), settings, log, self.metrics, clock)
 
     def _routes(self) -> Router:
         handlers: tuple[tuple[str, str, Handler], ...] = (
@@ -266,91 +244,6 @@ class Gateway:
                 await self.client.delete(agent, namespace=namespace)
 
 
-class _Around:
-    """What holds for every request. Owner: the event loop."""
-
-    def __init__(self, inner: ASGIApp, gateway: Gateway) -> None:
-        self._inner = inner
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._inner(scope, receive, send)
-            return
-        headers = _headers(scope)
-        path = scope["path"]
-        record = Record(new_id("req_"), scope["method"], path, self._gateway.clock)
-        scope.setdefault("state", {})["record"] = record
-        scope["app"] = self  # where there is one, the router raises what it refuses
-        started = False
-
-        async def sending(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                record.status = message["status"]
-                ids = [(name, record.request_id.encode()) for name in (b"x-request-id", b"request-id")]
-                message = {**message, "headers": [*message.get("headers", []), *ids]}
-            await send(message)
-
-        self._gateway.metrics.begin()
-        try:
-            await self._served(scope, receive, sending, headers, record)
-        except (ClientGone, ClientDisconnect):
-            record.outcome, record.status = "disconnected", record.status or STATUS_GONE
-        except Exception as error:
-            fault = _fault_of(error, record.method, path)
-            if fault is None:
-                self._gateway.log.exception("bug", request_id=record.request_id, path=path)
-                fault = ApiError("internal", BUG)
-            record.failed(fault)
-            if not started:
-                body = fault.body(dialect_of(path, headers), record.request_id)
-                response = JSONResponse(body, status_code=fault.status, headers=fault.headers())
-                await response(scope, receive, sending)
-        finally:
-            self._done(record)
-
-    async def _served(
-        self, scope: Scope, receive: Receive, send: Send, headers: Mapping[str, str], record: Record
-    ) -> None:
-        settings = self._gateway.settings
-        check_host(headers.get("host"), settings.allowed_hosts)
-        if record.path not in UNGUARDED:
-            record.namespace = check_key(settings.keys, headers, settings.namespace)
-        if record.method == "POST":
-            media = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if media != "application/json":  # a browser may not send that to a foreign site without asking first
-                raise ApiError("media_type", f"content-type must be application/json, not {media[:40]!r}")
-            if headers.get("content-encoding", "identity").strip().lower() != "identity":
-                raise ApiError(
-                    "invalid",
-                    "content-encoding must be identity: compressed bodies are not read",
-                    details={"error_code": "request_body_encoding_unsupported"},
-                )
-        await self._inner(scope, receive, send)
-
-    def _done(self, record: Record) -> None:
-        self._gateway.metrics.end(record)
-        log = self._gateway.log
-        (log.info if record.outcome in ("ok", "disconnected") else log.warning)("request", **record.line())
-
-
-def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Which service a request takes this for: by its path, and where both have it by Anthropic's version header."""
-    if path.startswith("/v1/messages") or "anthropic-version" in headers:
-        return "anthropic"
-    return "openai"
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    """Headers by lower-case name; of repeated ones the first."""
-    found: dict[str, str] = {}
-    for name, value in scope["headers"]:
-        found.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
-    return found
-
-
 def _named(path: str, handler: Handler) -> Handler:
     """A handler that tells the record which route it is."""
 
@@ -361,15 +254,4 @@ def _named(path: str, handler: Handler) -> Handler:
     return named
 
 
-def _fault_of(error: Exception, method: str, path: str) -> ApiError | None:
-    """What a client is told of an exception; None for a bug."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        return ApiError("method_not_allowed", f"{method} is not allowed for {path[:80]}")
-    if isinstance(error, HTTPException):
-        return ApiError("not_found", f"there is no {method} {path[:80]} here; docs/gateway.md lists what is")
-    return None
-
-
-__all__ = ["Gateway", "Log", "dialect_of"]
+__all__ = ["Gateway"]

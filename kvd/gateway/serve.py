@@ -16,7 +16,8 @@ from contextlib import suppress
 
 import uvicorn
 
-from kvd.gateway.app import Gateway, Log
+from kvd.gateway.app import Gateway
+from kvd.gateway.around import Log
 from kvd.gateway.errors import CannotListen
 from kvd.gateway.settings import GatewaySettings
 from kvd_client import AsyncClient
