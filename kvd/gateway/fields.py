@@ -52,6 +52,10 @@ class Fields:
         """
         raise invalid(self.path(name), f"{self.path(name)} {message}")
 
+    def _instead(self, name: str, found: str) -> str:
+        """What a message says of a field that is not what it must be."""
+        return f", not {found}" if name in self.raw else "; it is missing"
+
     def refuse_unknown(self, allowed: Sequence[str]) -> None:
         """Raise unless every field is allowed; a misspelt one must not be ignored in silence."""
         unknown = sorted(name for name in self.raw if name not in allowed)
@@ -74,7 +78,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
-            self.wrong(name, "must be a string" + ("" if value is None else f", not {_kind(value)}"))
+            self.wrong(name, f"must be a string{self._instead(name, _kind(value))}")
         return value
 
     def optional_text(self, name: str) -> str | None:
@@ -87,7 +91,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if not isinstance(value, str) or value not in allowed:
-            self.wrong(name, f"must be one of {', '.join(allowed)}, not {_shown(value)}")
+            self.wrong(name, f"must be one of {', '.join(allowed)}{self._instead(name, _shown(value))}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -105,7 +109,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            self.wrong(name, f"must be an integer from {low} to {high}, not {_shown(value)}")
+            self.wrong(name, f"must be an integer from {low} to {high}{self._instead(name, _shown(value))}")
         return value
 
     def optional_integer(self, name: str, low: int, high: int) -> int | None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 
 import uvicorn
 
@@ -94,6 +96,14 @@ async def _serve(
 ) -> None:
     gateway = Gateway(settings, AsyncClient(settings.socket, namespace=settings.namespace), log)
     server = uvicorn.Server(server_config(gateway))
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # uvicorn takes these over while it serves, and raises again what it got when it is done: then they are ours, and a
+    # wanted end is no death by a signal
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
     watch = asyncio.create_task(_end_with_parent(server)) if with_parent else None
     try:
         ready(base_url(sock))

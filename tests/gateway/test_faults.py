@@ -69,7 +69,7 @@ def test_bad_requests_name_field_and_allowed_values(
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"model": "claude-x", "messages": HI}, "max_tokens"),
+        ({"model": "claude-x", "messages": HI}, "max_tokens must be an integer from 1 to 1000000; it is missing"),
         ({**MESSAGE, "messages": []}, "messages"),
         ({**MESSAGE, "temperature": 2}, "from 0 to 1"),
         ({**MESSAGE, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),

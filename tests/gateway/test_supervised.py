@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from click.testing import CliRunner
 
 from kvd.cli import main
 from tests.gateway.serving import Reply, Served
-from tests.support.daemon import Daemon, eventually, short_folder
+from tests.support.daemon import Daemon, daemon_environment, eventually, short_folder
 
 pytestmark = pytest.mark.daemon
 
@@ -63,6 +66,19 @@ def accepts(url: str) -> bool:
     host, _, port = url.removeprefix("http://").rpartition(":")
     with socket.socket() as tried:
         return tried.connect_ex((host, int(port))) == 0
+
+
+def test_a_gateway_of_its_own_ends_when_it_is_told() -> None:
+    """It says where it listens, serves without a daemon, too, and SIGTERM is a clean end."""
+    with short_folder() as folder:
+        command = [sys.executable, "-m", "kvd", "gateway", "--listen", "127.0.0.1:0", "--socket", str(folder / "none")]
+        log = (folder / "log").open("wb")
+        with log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=daemon_environment()) as process:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            assert Served(url, log=None, gateway=None, loop=None).ask("GET", "/health").status == 503  # type: ignore[arg-type]
+            process.terminate()
+            assert process.wait(20) == 0
 
 
 @pytest.mark.parametrize(
