@@ -138,7 +138,7 @@ class ApiError(Exception):
         """Anthropic's error object, which has no field for the parameter: the message starts with it."""
         named = self.param is None or self.message.startswith(self.param)
         text = self.message if named else f"{self.param}: {self.message}"
-        told = {"type": KINDS[self.kind].anthropic_type, "message": text}
+        told: dict[str, object] = {"type": KINDS[self.kind].anthropic_type, "message": text}
         return told if self.details is None else {**told, "details": dict(self.details)}
 
     def headers(self) -> dict[str, str]:
