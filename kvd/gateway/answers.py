@@ -60,8 +60,7 @@ class Answer:
 
 def answer_of(result: GenerateResult) -> Answer:
     """Read a result of `chat` or `generate`."""
-    message = result.server.get("message", getattr(result, "message", None))
-    message = message if isinstance(message, dict) else {"content": result.text}
+    message = {"content": result.text} if result.message is None else result.message
     content, reasoning = message.get("content"), message.get("reasoning_content")
     calls = message.get("tool_calls")
     return Answer(

@@ -11,7 +11,6 @@ import anthropic
 import openai
 import pytest
 
-from kvd.scheduler import params
 from tests.gateway.serving import Served, gateway
 from tests.support.daemon import Daemon, short_folder
 
@@ -254,31 +253,14 @@ def test_metrics_add_up(gpt: Any, served: Served) -> None:
     assert value("kvd_gateway_anonymous_agents") > 0
 
 
-def test_structured_output_is_held_or_refused(served: Served) -> None:
-    """Either the daemon holds the model to the form, or it says plainly that it cannot: never an answer in silence."""
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
-    body = {"model": "gpt-x", "messages": [user("One or two?")], "response_format": form, "max_tokens": 40}
-    reply = served.post("/v1/chat/completions", body)
-    if reply.status == 200:
-        assert json.loads(reply.json["choices"][0]["message"]["content"])["a"] in (1, 2)
-    else:
-        assert reply.status == 400
-        assert "response_format" in reply.error["message"]
-
-
 CITIES = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}},
     "required": ["city"],
     "additionalProperties": False,
 }
-needs_tools = pytest.mark.skipif(
-    not hasattr(params, "CHAT_NAMES"), reason="chat of this daemon neither parses calls nor holds forms"
-)
 
 
-@needs_tools
 def test_a_call_of_a_tool_and_its_result(gpt: Any) -> None:
     """A call that must come has valid arguments; the turn with its result reuses all of the one before."""
     tool = {"type": "function", "function": {"name": "weather", "parameters": CITIES}}
@@ -295,7 +277,6 @@ def test_a_call_of_a_tool_and_its_result(gpt: Any) -> None:
     assert held - second.usage.prompt_tokens_details.cached_tokens <= 1
 
 
-@needs_tools
 def test_calls_in_streams_of_all_dialects(gpt: Any, claude: Any) -> None:
     """The SDKs put the same call together from chunks, events and blocks."""
     weather = {"name": "weather", "parameters": CITIES}
@@ -332,7 +313,6 @@ def test_calls_in_streams_of_all_dialects(gpt: Any, claude: Any) -> None:
     assert final.content[-1].input["city"] in ("Oslo", "Rome")
 
 
-@needs_tools
 def test_anthropics_tool_runner(claude: Any) -> None:
     """It runs the tool that the model calls, sends the result, and gets an answer."""
     calls: list[str] = []
@@ -361,7 +341,6 @@ def test_anthropics_tool_runner(claude: Any) -> None:
     assert len(calls) == reasons.count("tool_use")
 
 
-@needs_tools
 def test_structured_output_parses(gpt: Any) -> None:
     """`responses.create` with a strict schema gives JSON of that schema."""
     form = {"type": "json_schema", "name": "place", "schema": CITIES, "strict": True}
