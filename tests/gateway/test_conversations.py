@@ -17,7 +17,7 @@ NEXT = {"role": "user", "content": "And?"}
 
 
 def test_a_chain_tells_meaning_not_spelling() -> None:
-    """Reasoning, ids and the spelling of JSON are not what a conversation is; content, calls and tools are."""
+    """P17: reasoning, ids and the spelling of JSON are not what a conversation is; content, calls and tools are."""
 
     def called(arguments: str) -> dict[str, object]:
         return {
