@@ -13,6 +13,8 @@ AgentId = NewType("AgentId", str)
 Namespace = NewType("Namespace", str)
 """The sharing domain an agent lives in (`default` when the client names none)."""
 
+DEFAULT_NAMESPACE = Namespace("default")
+
 SpaceId = NewType("SpaceId", int)
 """One address space: one branch of one agent. Never reused while the daemon runs."""
 

@@ -4,8 +4,8 @@
 - `events` are the words of that conversation, `views` the frozen pictures of the pager's state.
 - `address_space`, `page_table` and `page` hold what is mapped where and in which state; `mapping` changes it.
 - `demand` says what goes next, `prefetch` what is loaded before anybody demands it, `budget` counts bytes, `eviction`
-  ranks victims, `transfers` starts loads and writes, `packing` takes frames from tails that no step needs, `integrity`
-  counts again; `window` says which pages a step sees.
+  ranks victims, `transfers` starts loads and writes, `packing` takes frames from tails that no step needs, `reclaim`
+  evicts in the background, `pins` says what pins hold, `integrity` counts again; `window` says which pages a step sees.
 - `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content, `sharing`
   finds the pages of a domain that a prompt begins with.
 - `trace` has the words for writing down what agents did, so that another policy can be asked the same.

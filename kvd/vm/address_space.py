@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvd.ids import GroupId, SpaceId
+from kvd.ids import DEFAULT_NAMESPACE, GroupId, Namespace, SpaceId
 from kvd.vm.page import STORED, Page, PageState, SpaceUse
 from kvd.vm.window import first_seen_page
 
@@ -59,6 +59,7 @@ class AddressSpace:
         page_bytes: bytes of one page, per cache group.
         page_tokens: tokens of one page.
         windows: tokens a query sees, per cache group; None for all.
+        namespace: of its agent.
 
     Attributes:
         use: activity and recency, shared with the pages it maps.
@@ -68,9 +69,16 @@ class AddressSpace:
     """
 
     def __init__(
-        self, space: SpaceId, page_bytes: tuple[int, ...], *, page_tokens: int, windows: tuple[int | None, ...]
+        self,
+        space: SpaceId,
+        page_bytes: tuple[int, ...],
+        *,
+        page_tokens: int,
+        windows: tuple[int | None, ...],
+        namespace: Namespace = DEFAULT_NAMESPACE,
     ) -> None:
         self.space = space
+        self.namespace = namespace
         self.page_bytes = page_bytes
         self.page_tokens = page_tokens
         self.use = SpaceUse(space)
@@ -180,6 +188,10 @@ class AddressSpace:
         if self.use.packed_pages:
             tails = (segment.tail for segment in self.segments)
             yield from (tail for tail in tails if tail is not None and tail.state is PageState.PACKED)
+
+    def demanded(self) -> Iterator[Page]:
+        """Of `loadable`, the pages that are held."""
+        return (page for page in self.loadable() if self.use.holds(page.page_id))
 
     def growth_missing(self) -> tuple[int, ...]:
         """Growth pages still to be mapped, per group."""

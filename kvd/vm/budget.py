@@ -11,7 +11,15 @@ Theory of operation. The budget is cut in three:
   when demand has filled everything usable. Afterwards eviction wins the reserve back before anything else grows.
 - *usable*: what ordinary frames may fill. A demand that exceeds it can never be met.
 
-Nothing is counted by number of pages, since formats differ in size. May import nothing from kvd.
+Two *marks* lie below `usable`. When frames fill more than the high one, idle pages are evicted in the background until
+they fill no more than the low one (`kvd.vm.reclaim`); so a demand that comes finds frames, and need not wait for a page
+to be written first. The gaps are parts of `usable`, in whole pages of all groups: a pool that is so small that a part
+of it is less than that has no gap, and keeps what it can.
+
+A *namespace* may have a quota: what its pages should take of the frames. It binds nobody who runs; whoever demands more
+pushes out idle pages of its own namespace first, never those of others (`kvd.vm.transfers`).
+
+Nothing is counted by number of pages, since formats differ in size. May import kvd.ids.
 """
 
 from __future__ import annotations
@@ -19,8 +27,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from kvd.ids import DEFAULT_NAMESPACE, Namespace
+
 FLIGHT_SHARE: Final = 16
 """The flight reserve grows beyond one page only while it stays below this part of the budget."""
+
+HIGH_FREE_PERCENT: Final = 2
+LOW_FREE_PERCENT: Final = 5
+"""Parts of what is usable that are free at the two marks."""
+
+PIN_PART: Final = 0.5
+"""Of what is usable, pins hold at most this unless another limit is set."""
+
+MAX_PIN_PART: Final = 0.9
+"""Of what is usable, pins hold at most this whatever limit is set: somebody has to run."""
 
 
 class Budget:
@@ -29,23 +49,44 @@ class Budget:
     Args:
         budget_bytes: everything kvd may hold for pages.
         max_transfers: writes and loads that may be in flight at once.
+        high_free_percent: part of what is usable that is free at the high mark.
+        low_free_percent: the same at the low mark; at least as much.
+        pin_limit: what pins may hold, in bytes (int) or as a part of what is usable (float).
 
     Attributes:
         resident_bytes: bytes of all frames.
         in_flight_bytes: bytes copied for writes under way and buffers of loads under way.
         peak_resident_bytes: the most `resident_bytes` has been.
+        namespaces: bytes of frames by the namespace whose pages they hold.
+        quotas: of these, the most that a namespace should have; those without a quota share the rest.
         peak_total_bytes: the most that frames and copies in flight have been together.
         converging: a smaller budget was set and what is held still exceeds it.
+        reclaiming: pages go in the background, since the high mark was exceeded and the low one is not reached yet.
     """
 
-    def __init__(self, budget_bytes: int, *, max_transfers: int) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        max_transfers: int,
+        high_free_percent: int = HIGH_FREE_PERCENT,
+        low_free_percent: int = LOW_FREE_PERCENT,
+        pin_limit: int | float = PIN_PART,
+    ) -> None:
+        if not 0 <= high_free_percent <= low_free_percent <= 100:
+            raise ValueError(f"0 <= high <= low <= 100 percent free, not {high_free_percent} and {low_free_percent}")
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
         self.in_flight_bytes = 0
         self.peak_resident_bytes = 0
+        self.namespaces: dict[Namespace, int] = {}
+        self.quotas: dict[Namespace, int] = {}
         self.peak_total_bytes = 0
         self.converging = False
+        self.reclaiming = False
         self._max_transfers = max_transfers
+        self._free_percents = high_free_percent, low_free_percent
+        self._pin_limit = pin_limit
         self._largest_page_bytes = 0
         self._copy_reserve_bytes = 0
 
@@ -93,11 +134,50 @@ class Budget:
         """The most that a demand may take; never negative."""
         return max(0, self._usable_bytes)
 
+    @property
+    def high_mark_bytes(self) -> int:
+        """Frames beyond this are too many: idle pages go in the background."""
+        return self._mark_bytes(self._free_percents[0])
+
+    @property
+    def low_mark_bytes(self) -> int:
+        """Down to this they go."""
+        return self._mark_bytes(self._free_percents[1])
+
+    @property
+    def pin_limit_bytes(self) -> int:
+        """What pins may hold together."""
+        limit = self._pin_limit
+        wanted = limit if isinstance(limit, int) else int(self.usable_bytes * limit)
+        return min(wanted, int(self.usable_bytes * MAX_PIN_PART))
+
+    def pin_quota_bytes(self, namespace: Namespace) -> int:
+        """What of it pins of one namespace may hold: as large a part of its quota, or all of it."""
+        quota_bytes = self.quotas.get(namespace)
+        if quota_bytes is None:
+            return self.pin_limit_bytes
+        part = PIN_PART if isinstance(self._pin_limit, int) else min(self._pin_limit, MAX_PIN_PART)
+        return min(self.pin_limit_bytes, int(quota_bytes * part))
+
+    def _mark_bytes(self, free_percent: int) -> int:
+        unit = self._copy_reserve_bytes
+        return self.usable_bytes - (self.usable_bytes * free_percent // 100 // unit * unit if unit else 0)
+
     # ---- what may be had now ----------------------------------------------------------------------------------------
 
     def shortage_bytes(self, want_bytes: int) -> int:
         """Bytes that must be freed before `want_bytes` more of frames fit; zero or less when they fit."""
         return self.resident_bytes + want_bytes - self._usable_bytes
+
+    def quota_shortage_bytes(self, namespace: Namespace, want_bytes: int) -> int:
+        """Bytes of a namespace that must be freed before `want_bytes` more of it fit its quota; 0 or less: none."""
+        quota_bytes = self.quotas.get(namespace)
+        return 0 if quota_bytes is None else self.namespaces.get(namespace, 0) + want_bytes - quota_bytes
+
+    def prefetch_shortage_bytes(self, want_bytes: int) -> int:
+        """As `shortage_bytes`, for what nobody demands: it stays below the mark, or others would go for it at once."""
+        mark_bytes = self.low_mark_bytes if self.reclaiming else self.high_mark_bytes
+        return self.resident_bytes + want_bytes - min(self._usable_bytes, mark_bytes)
 
     def copy_shortage_bytes(self, want_bytes: int) -> int:
         """As `shortage_bytes`, for copies of partial pages, which may use the copy reserve."""
@@ -135,9 +215,15 @@ class Budget:
 
     # ---- booking ----------------------------------------------------------------------------------------------------
 
-    def book(self, *, resident_bytes: int = 0, in_flight_bytes: int = 0) -> None:
-        """Add (or, negative, give back) bytes."""
+    def book(
+        self, *, resident_bytes: int = 0, in_flight_bytes: int = 0, namespace: Namespace = DEFAULT_NAMESPACE
+    ) -> None:
+        """Add (or, negative, give back) bytes of a page of a namespace."""
         self.resident_bytes += resident_bytes
+        if resident_bytes:
+            left_bytes = self.namespaces.pop(namespace, 0) + resident_bytes
+            if left_bytes:
+                self.namespaces[namespace] = left_bytes
         self.in_flight_bytes += in_flight_bytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
         self.peak_total_bytes = max(self.peak_total_bytes, self.total_bytes)

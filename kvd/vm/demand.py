@@ -1,12 +1,12 @@
 """What is demanded from disk and in RAM, in which order, and write-behind after it.
 
-Theory of operation. A space demands all that its next step sees while it is held (active or pinned), and the frames it
-wants for growth; pages behind the window of a sliding group are not demanded. A cut to come demands the one page per
-group that it goes through, which is then kept until the cut is done. A packed tail is in RAM: a step needs it in a
-frame, a cut does not. The head of the demand queue is never overtaken,
-so a large space cannot be starved by small ones; while every active and pinned space together fit the budget's usable
-bytes, everything else can be evicted and each transfer that ends moves the queue on. When no demand waits, pages are
-loaded ahead (`kvd.vm.prefetch`).
+Theory of operation. A space demands all that its next step sees while it is active, what its pin holds while it is
+pinned, and the frames it wants for growth; pages behind the window of a sliding group are not demanded. A cut to come
+demands the one page per group that it goes through, which is then kept until the cut is done. A packed tail is in RAM:
+a step needs it in a frame, a cut does not. The head of the demand queue is never overtaken, so a large space cannot be
+starved by small ones; while every active and pinned space together fit the budget's usable bytes, everything else can
+be evicted and each transfer that ends moves the queue on. When no demand waits, pages are loaded ahead
+(`kvd.vm.prefetch`).
 
 May import kvd.ids and the other modules of kvd.vm but pager.
 """
@@ -21,6 +21,7 @@ from kvd.vm.budget import Budget
 from kvd.vm.mapping import Mappings
 from kvd.vm.page import IN_RAM, STORED, Page, PageState
 from kvd.vm.prefetch import Expectations
+from kvd.vm.reclaim import Reclaim
 from kvd.vm.transfers import Transfers
 
 
@@ -33,6 +34,7 @@ class Demand:
         transfers: loads, writes, makes room.
         mappings: maps growth frames.
         expected: what to load ahead.
+        reclaim: evicts beyond what is demanded.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Demand:
         transfers: Transfers,
         mappings: Mappings,
         expected: Expectations,
+        reclaim: Reclaim,
     ) -> None:
         self._spaces = spaces
         self._budget = budget
         self._transfers = transfers
         self._mappings = mappings
         self._expected = expected
+        self._reclaim = reclaim
         self._demand: dict[SpaceId, None] = {}  # an ordered set of spaces with work queued
         self._cuts: dict[SpaceId, list[Page]] = {}
 
@@ -64,7 +68,7 @@ class Demand:
 
     def settle(self, space: AddressSpace) -> None:
         """The space is used less than before: it demands nothing more, unless something still holds it."""
-        if not (space.use.held or space.space in self._cuts):
+        if not (space.use.demands or space.space in self._cuts):
             self._demand.pop(space.space, None)
 
     def forget(self, space: AddressSpace) -> None:
@@ -106,6 +110,7 @@ class Demand:
             del self._demand[space.space]
         if not self._demand:
             self._transfers.make_room(0)
+        self._reclaim.look()
         self._transfers.start_writes()
         if not self._demand and self._expected.is_due and self._transfers.can_start_prefetch:
             self._prefetch()
@@ -114,10 +119,10 @@ class Demand:
         """Unpack and load what the space lacks and map its growth, as far as possible; True when all is under way."""
         growth = space.growth_missing()
         growth_bytes = sum(count * page_bytes for count, page_bytes in zip(growth, space.page_bytes, strict=True))
-        packed = list(space.packed()) if space.use.held else []
+        packed = [page for page in space.packed() if space.use.holds(page.page_id)]
         loads = self._loads(space)
         more_bytes = sum(page.page_bytes - page.ram_bytes for page in (*packed, *loads))
-        self._transfers.make_room(more_bytes + growth_bytes)
+        self._transfers.make_room(more_bytes + growth_bytes, space.namespace)
         for page in packed:
             if not self._budget.can_map(page.page_bytes - page.ram_bytes):
                 return False
@@ -136,8 +141,8 @@ class Demand:
         return True
 
     def _loads(self, space: AddressSpace) -> list[Page]:
-        """From disk: what the space's next step sees while it is held, and what a cut to come goes through."""
-        loads = list(space.loadable()) if space.use.held else []
+        """From disk: what the space's next step sees and is held, and what a cut to come goes through."""
+        loads = list(space.demanded())
         return loads + [page for page in self._cuts.get(space.space, ()) if page.state in STORED and page not in loads]
 
     def _prefetch(self) -> None:
@@ -146,7 +151,7 @@ class Demand:
             for page in pages:
                 if not self._transfers.can_start_prefetch:
                     return
-                if not self._transfers.make_prefetch_room(page.page_bytes, space.use):
+                if not self._transfers.make_prefetch_room(page.page_bytes, space.use, space.namespace):
                     break
                 if not self._budget.can_load(page.page_bytes):
                     return

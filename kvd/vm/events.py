@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvd.ids import FrameId, GroupId, PageId, PageKey, SpaceId
+from kvd.ids import DEFAULT_NAMESPACE, FrameId, GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.vm.page import PrefetchReason
 
 
@@ -50,6 +50,7 @@ class SpaceCreated:
 
     space: SpaceId
     page_bytes: tuple[int, ...]
+    namespace: Namespace = DEFAULT_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class SpaceRestored:
     space: SpaceId
     page_bytes: tuple[int, ...]
     segments: tuple[SegmentImage, ...]
+    namespace: Namespace = DEFAULT_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +246,26 @@ class BudgetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaChanged:
+    """Pages of the namespace should take no more than `quota_bytes` of the frames; None: it has no quota."""
+
+    namespace: Namespace
+    quota_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWanted:
+    """The machine is short of memory: evict so many bytes of idle pages, or all there are."""
+
+    wanted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
-    """A second passed: pack tails that nobody has used for a while, try a write again if writes fail."""
+    """A second passed: pack tails that nobody has used for a while, try a write again if writes fail.
+
+    And evict down to the low mark, if the high one is exceeded.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +303,8 @@ Event = (
     | LoadDone
     | LoadFailed
     | BudgetChanged
+    | QuotaChanged
+    | MemoryWanted
     | Tick
     | RetryWanted
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from kvd.ids import PageId
+from kvd.ids import Namespace, PageId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.errors import IntegrityError
 from kvd.vm.page import IN_FLIGHT, IN_RAM, READABLE, RESIDENT, STORED, Page, PageState
@@ -72,6 +72,12 @@ def _byte_problems(table: PageTable) -> Iterator[str]:
             yield f"page {page.page_id} is {page.state} of {page.tokens} tokens with {page.ram_bytes} bytes in RAM"
     if resident_bytes != budget.resident_bytes:
         yield f"{resident_bytes} bytes resident, {budget.resident_bytes} booked"
+    namespaces: Counter[Namespace] = Counter()
+    for page in table:
+        if page.ram_bytes:
+            namespaces[page.namespace] += page.ram_bytes
+    if namespaces != budget.namespaces:
+        yield f"resident bytes of namespaces are {dict(namespaces)}, {budget.namespaces} are booked"
     if in_flight_bytes != budget.in_flight_bytes:
         yield f"{in_flight_bytes} bytes in flight, {budget.in_flight_bytes} booked"
     if budget.total_bytes > budget.budget_bytes and not budget.converging:
@@ -92,6 +98,8 @@ def _reference_problems(table: PageTable, spaces: list[AddressSpace]) -> Iterato
                 mappings[page.page_id] += 1
                 if table.find(page.page_id) is not page:
                     yield f"space {space.space} maps unknown page {page.page_id}"
+                if page.namespace != space.namespace:
+                    yield f"space {space.space} of {space.namespace} maps page {page.page_id} of {page.namespace}"
                 if page.users.get(space.space) is not space.use:
                     yield f"page {page.page_id} does not know its user {space.space}"
     for page in table:

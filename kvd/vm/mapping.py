@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvd.ids import GroupId, PageId, SpaceId
+from kvd.ids import GroupId, Namespace, PageId, SpaceId
 from kvd.vm import events as ev
 from kvd.vm.address_space import AddressSpace, Segment
 from kvd.vm.errors import IllegalEvent, NotResident
@@ -54,7 +54,7 @@ class Mappings:
 
     # ---- new spaces -------------------------------------------------------------------------------------------------
 
-    def create(self, space: SpaceId, page_bytes: tuple[int, ...]) -> AddressSpace:
+    def create(self, space: SpaceId, page_bytes: tuple[int, ...], namespace: Namespace) -> AddressSpace:
         """An empty space.
 
         Raises:
@@ -62,7 +62,9 @@ class Mappings:
         """
         if len(page_bytes) != self._group_count or min(page_bytes) < 1:
             raise IllegalEvent(f"space {space} with pages of {page_bytes} bytes cannot be created", space=int(space))
-        return AddressSpace(space, page_bytes, page_tokens=self._page_tokens, windows=self._windows)
+        return AddressSpace(
+            space, page_bytes, page_tokens=self._page_tokens, windows=self._windows, namespace=namespace
+        )
 
     def restore(self, event: ev.SpaceRestored) -> AddressSpace:
         """A space of pages in swap and tails in the log; pages that are known already are shared.
@@ -70,14 +72,14 @@ class Mappings:
         Raises:
             IllegalEvent: the segments do not agree with each other or with known pages; nothing has changed.
         """
-        space = self.create(event.space, event.page_bytes)
+        space = self.create(event.space, event.page_bytes, event.namespace)
         images = {image.group: image for image in event.segments}
         tokens = self._restored_tokens(event)
         refs = [(ref, segment) for segment in space.segments for ref in images[segment.group].pages]
         if len({ref.page_id for ref, _ in refs}) != len(refs):
             raise IllegalEvent(f"space {event.space} cannot map a page twice")
         for ref, segment in refs:
-            self._check_known(ref, segment)
+            self._check_known(ref, segment, event.namespace)
         for ref, segment in refs:
             page = self._table.find(ref.page_id)
             if page is None:
@@ -88,6 +90,7 @@ class Mappings:
                     PageState.EVICTED,
                     key=ref.key,
                     tokens=self._page_tokens,
+                    namespace=event.namespace,
                 )
             self._table.map(page, space.use)
             segment.sealed.append(page)
@@ -108,7 +111,7 @@ class Mappings:
             NotResident: the page that is cut is not in RAM.
             NoRoomForCopy: no room for the copy; after each of these nothing has changed.
         """
-        space = self.create(child, parent.page_bytes)
+        space = self.create(child, parent.page_bytes, parent.namespace)
         full, part = self._split(parent, tokens)
         sources = self._sources(parent, tokens)
         room = self._transfers.plan_copy_room(self._copy_bytes(sources, part), {page.page_id for page in sources})
@@ -250,15 +253,20 @@ class Mappings:
             raise IllegalEvent(f"space {event.space} cannot be restored with a tail longer than a page")
         return lengths.pop()
 
-    def _check_known(self, ref: ev.PageRef, segment: Segment) -> None:
+    def _check_known(self, ref: ev.PageRef, segment: Segment, namespace: Namespace) -> None:
         known = self._table.find(ref.page_id)
         if known is None:
             return
-        if (known.key, known.group, known.page_bytes) != (ref.key, segment.group, segment.page_bytes):
-            raise IllegalEvent(f"page {ref.page_id} is known with another key, group or length", page=str(ref.page_id))
+        expected = (ref.key, segment.group, segment.page_bytes, namespace)
+        if (known.key, known.group, known.page_bytes, known.namespace) != expected:
+            raise IllegalEvent(
+                f"page {ref.page_id} is known with another key, group, length or namespace", page=str(ref.page_id)
+            )
 
     def _new_page(self, space: AddressSpace, group: GroupId, state: PageState, *, tokens: int = 0) -> Page:
-        page = self._table.create(self._new_page_id(), group, space.page_bytes[group], state, tokens=tokens)
+        page = self._table.create(
+            self._new_page_id(), group, space.page_bytes[group], state, tokens=tokens, namespace=space.namespace
+        )
         self._table.map(page, space.use)
         return page
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, get_args
 
-from kvd.ids import FrameId, GroupId, PageId, PageKey, SpaceId
+from kvd.ids import DEFAULT_NAMESPACE, FrameId, GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.vm.errors import IllegalTransition
 
 HISTORY_MOVES: Final = 12
@@ -102,6 +102,7 @@ class SpaceUse:
         last_used: the pager's own tick at the last use; larger is later.
         active: a request runs on the space.
         pinned: the user pinned the space.
+        unpinned_pages: of a pinned space, pages that it needs and its pin does not hold (`kvd.vm.pins`).
         evict_wanted: the user asked to evict it and nothing has used it since.
         hint: `queued` or `hint` while it is to be loaded ahead for a turn; None when it is not, or since it ran.
         predicted: how soon it is expected to run, 0 the soonest; None when it is not expected.
@@ -121,6 +122,7 @@ class SpaceUse:
     last_used: int = 0
     active: bool = False
     pinned: bool = False
+    unpinned_pages: set[PageId] = field(default_factory=set)
     evict_wanted: bool = False
     hint: PrefetchReason | None = None
     predicted: int | None = None
@@ -136,8 +138,17 @@ class SpaceUse:
 
     @property
     def held(self) -> bool:
-        """True when pages of the space must not be evicted."""
+        """True when no page that the space needs may be evicted."""
+        return self.active or (self.pinned and not self.unpinned_pages)
+
+    @property
+    def demands(self) -> bool:
+        """True when pages of the space are demanded: all of them, or those that its pin holds."""
         return self.active or self.pinned
+
+    def holds(self, page_id: PageId) -> bool:
+        """True when a page that the space needs must not be evicted."""
+        return self.active or (self.pinned and page_id not in self.unpinned_pages)
 
     @property
     def claim(self) -> tuple[int, int]:
@@ -170,6 +181,7 @@ class Page:
         group: cache group.
         page_bytes: bytes of a frame that holds it.
         state: where its bytes are.
+        namespace: of the agents whose spaces map it; none maps a page of another namespace.
         tokens: tokens it holds; less than a page only for tails and growth pages.
         durable_tokens: for tails, tokens the agent's log is known to hold.
         key: look-up key, None while filling.
@@ -187,6 +199,7 @@ class Page:
     group: GroupId
     page_bytes: int
     state: PageState
+    namespace: Namespace = DEFAULT_NAMESPACE
     tokens: int = 0
     durable_tokens: int = 0
     key: PageKey | None = None
@@ -211,7 +224,7 @@ class Page:
     @property
     def held(self) -> bool:
         """True when an active or pinned space needs it, or a cut to come does."""
-        return self.keepers > 0 or any(use.held for use in self.needed_by)
+        return self.keepers > 0 or any(use.holds(self.page_id) for use in self.needed_by)
 
     @property
     def droppable(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from kvd.ids import FrameId, GroupId, PageId, PageKey
+from kvd.ids import DEFAULT_NAMESPACE, FrameId, GroupId, Namespace, PageId, PageKey
 from kvd.vm.budget import Budget
 from kvd.vm.errors import IllegalEvent
 from kvd.vm.page import FIRST_STATES, IN_FLIGHT, IN_RAM, READABLE, RESIDENT, STORED, Page, PageState, SpaceUse
@@ -76,6 +76,7 @@ class PageTable:
         *,
         key: PageKey | None = None,
         tokens: int = 0,
+        namespace: Namespace = DEFAULT_NAMESPACE,
     ) -> Page:
         """Enter a page of `tokens` tokens in one of `FIRST_STATES`; a FILLING one gets a frame.
 
@@ -84,12 +85,12 @@ class PageTable:
         """
         if page_id in self._pages or state not in FIRST_STATES:
             raise IllegalEvent(f"page {page_id} cannot be created as {state}", page=str(page_id), state=str(state))
-        page = Page(page_id, group, page_bytes, state, tokens=tokens, key=key)
+        page = Page(page_id, group, page_bytes, state, namespace, tokens=tokens, key=key)
         self._pages[page_id] = page
         page.history.append((self.tick, state))
         if state in RESIDENT:
             page.frame = self._take_frame()
-        self.budget.book(resident_bytes=self._count_ram(page))
+        self.budget.book(resident_bytes=self._count_ram(page), namespace=namespace)
         return page
 
     def move(self, page: Page, state: PageState) -> FrameId | None:
@@ -110,7 +111,11 @@ class PageTable:
         page.history.append((self.tick, state))
         resident = (state in RESIDENT) - (before in RESIDENT)
         in_flight = (state in IN_FLIGHT) - (before in IN_FLIGHT)
-        self.budget.book(resident_bytes=self._count_ram(page), in_flight_bytes=in_flight * page.page_bytes)
+        self.budget.book(
+            resident_bytes=self._count_ram(page),
+            in_flight_bytes=in_flight * page.page_bytes,
+            namespace=page.namespace,
+        )
         freed: FrameId | None = None
         if resident > 0:
             page.frame = self._take_frame()
@@ -125,7 +130,7 @@ class PageTable:
     def shorten(self, page: Page, tokens: int) -> None:
         """A tail keeps its first `tokens` tokens; a packed one takes fewer bytes from here on."""
         page.tokens = tokens
-        self.budget.book(resident_bytes=self._count_ram(page))
+        self.budget.book(resident_bytes=self._count_ram(page), namespace=page.namespace)
 
     def map(self, page: Page, use: SpaceUse) -> None:
         """Add a user.
@@ -143,6 +148,7 @@ class PageTable:
         del page.users[use.space]
         self._count(page, use, -1)
         use.behind_window.discard(page.page_id)
+        use.unpinned_pages.discard(page.page_id)
 
     def show(self, page: Page, use: SpaceUse, *, in_window: bool) -> None:
         """The page came into or fell behind the window of a space that maps it; the counters follow."""

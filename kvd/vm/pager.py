@@ -2,29 +2,32 @@
 
 Theory of operation. Each event is checked, booked, and followed by `Demand.pump`, which carries queued work on as far
 as the budget allows: first the demand (spaces that are active or pinned, first come first served: pages head to tail,
-then growth frames), then writes, then what is loaded ahead (`kvd.vm.prefetch`).
+then growth frames), then evictions in the background (`kvd.vm.reclaim`), writes, and what is loaded ahead
+(`kvd.vm.prefetch`).
 
 May import kvd.ids, kvd.quant.spec and the other modules of kvd.vm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import assert_never
 
 from kvd.ids import FrameId, GroupId, PageId, SpaceId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.vm import events as ev
 from kvd.vm.address_space import AddressSpace
-from kvd.vm.budget import Budget
+from kvd.vm.budget import HIGH_FREE_PERCENT, LOW_FREE_PERCENT, PIN_PART, Budget
 from kvd.vm.demand import Demand
 from kvd.vm.errors import IllegalEvent, NotResident, SpaceInUse
 from kvd.vm.eviction import EvictionPolicy, LruPolicy
 from kvd.vm.integrity import check
 from kvd.vm.mapping import Mappings
-from kvd.vm.page import OPEN, PageState
+from kvd.vm.page import OPEN, Page, PageState
 from kvd.vm.page_table import PageTable
+from kvd.vm.pins import Pins
 from kvd.vm.prefetch import Expectations
+from kvd.vm.reclaim import Reclaim
 from kvd.vm.transfers import Transfers
 from kvd.vm.views import (
     PageView,
@@ -53,6 +56,8 @@ class Pager:
         page_tokens: tokens of one page.
         policy: ranks victims; least recently used by default.
         windows: tokens a query sees, itself included, per cache group; None for all. Without it no group has a window.
+        high_free_percent, low_free_percent: where the marks of background eviction are (`kvd.vm.budget`).
+        pin_limit: what pins may hold together, in bytes (int) or as a part of what is usable (float).
 
     Attributes:
         new_page_id: as given; imported pages get their ids from it, too.
@@ -69,13 +74,22 @@ class Pager:
         page_tokens: int = PAGE_TOKENS,
         policy: EvictionPolicy | None = None,
         windows: Sequence[int | None] | None = None,
+        high_free_percent: int = HIGH_FREE_PERCENT,
+        low_free_percent: int = LOW_FREE_PERCENT,
+        pin_limit: int | float = PIN_PART,
     ) -> None:
         if min(group_count, page_tokens, max_writes_in_flight, max_loads_in_flight) < 1 or budget_bytes < 0:
             raise ValueError("group_count, page_tokens and transfer bounds must be at least 1, the budget at least 0")
         windows = (None,) * group_count if windows is None else tuple(windows)
         if len(windows) != group_count or any(window is not None and window < 1 for window in windows):
             raise ValueError(f"{group_count} groups need as many windows of at least one token, not {windows}")
-        self._budget = Budget(budget_bytes, max_transfers=max_writes_in_flight + max_loads_in_flight)
+        self._budget = Budget(
+            budget_bytes,
+            max_transfers=max_writes_in_flight + max_loads_in_flight,
+            high_free_percent=high_free_percent,
+            low_free_percent=low_free_percent,
+            pin_limit=pin_limit,
+        )
         self._table = PageTable(self._budget, page_tokens)
         self._spaces: dict[SpaceId, AddressSpace] = {}
         self._policy = policy if policy is not None else LruPolicy()
@@ -100,14 +114,32 @@ class Pager:
             windows=windows,
         )
         self._expected = Expectations(self._spaces)
-        self._demand = Demand(self._spaces, self._budget, self._transfers, self._mappings, self._expected)
+        self._reclaim = Reclaim(self._budget, self._transfers)
+        self._demand = Demand(
+            self._spaces, self._budget, self._transfers, self._mappings, self._expected, self._reclaim
+        )
+
+        self._pins = Pins(self._spaces, self._budget, self._demand_pages, self._transfers.packing.left_alone)
 
     # ---- queries ----------------------------------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> Budget:
+        """The byte accounts and their limits, for whoever wants to look at them; changing them is the pager's alone."""
+        return self._budget
 
     @property
     def usable_bytes(self) -> int:
         """The most that active and pinned spaces may need together: the budget less the reserves for copies."""
         return self._budget.usable_bytes
+
+    def pinned_pages(self, space: SpaceId) -> Mapping[PageId, int]:
+        """Pages that the space's pin holds, and the bytes of each."""
+        return {page.page_id: page.page_bytes for page in self._pins.held_pages(self._space(space))}
+
+    def page_sizes(self, space: SpaceId) -> Mapping[PageId, int]:
+        """All pages that the space maps, its tail included, and the bytes of each as frames hold them."""
+        return {page.page_id: page.page_bytes for page in self._space(space).mapped()}
 
     def fits(self, wanted_bytes: int) -> bool:
         """True when a demand of `wanted_bytes` can be met once everything else is evicted."""
@@ -217,6 +249,7 @@ class Pager:
             counters=self._transfers.counters,
             prefetched=self._transfers.ledger.figures,
             eviction=self._policy.name,
+            unpinned_bytes=self._pins.unpinned_bytes,
         )
 
     def check_integrity(self) -> None:
@@ -225,7 +258,7 @@ class Pager:
         Raises:
             IntegrityError: they do not agree with the books; `data["problems"]` has the facts.
         """
-        check(self._table, self._spaces.values(), self._transfers.check_queues())
+        check(self._table, self._spaces.values(), [*self._transfers.check_queues(), *self._pins.check()])
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -242,6 +275,7 @@ class Pager:
         self._table.tick += 1
         self._out.clear()
         self._dispatch(event)
+        self._pins.review()
         self._demand.pump()
         self._budget.settle()
         return tuple(self._out)
@@ -250,7 +284,7 @@ class Pager:
         match event:
             case ev.SpaceCreated():
                 self._check_new(event.space)
-                self._enter(self._mappings.create(event.space, event.page_bytes))
+                self._enter(self._mappings.create(event.space, event.page_bytes, event.namespace))
             case ev.SpaceRestored():
                 self._check_new(event.space)
                 self._enter(self._mappings.restore(event))
@@ -292,7 +326,7 @@ class Pager:
                 self._eviction_wanted(event.space)
             case ev.WriteDone():
                 self._transfers.write_done(event.page)
-                self._expected.is_due = True
+                self._expected.is_due = self._reclaim.is_due = True
             case ev.WriteFailed():
                 self._transfers.write_failed(event.page)
             case ev.LoadDone():
@@ -302,10 +336,15 @@ class Pager:
                 self._transfers.load_failed(event.page)
             case ev.BudgetChanged():
                 self._budget.set_budget(event.budget_bytes)
-                self._expected.is_due = True
+                self._expected.is_due = self._reclaim.is_due = True
+            case ev.QuotaChanged():
+                self._quota_changed(event)
+            case ev.MemoryWanted():
+                self._reclaim.free(event.wanted_bytes)
             case ev.Tick():
                 self._transfers.packing.tick()
                 self._transfers.tick()
+                self._reclaim.is_due = True
             case ev.RetryWanted():
                 if event.space is not None:
                     self._transfers.put_first(self._space(event.space).mapped())
@@ -319,6 +358,7 @@ class Pager:
         found = self._space(space)
         self._demand.forget(found)
         self._expected.forget(found)
+        self._pins.unpin(found)
         self._expected.is_due = True
         self._mappings.release_growth(found)
         self._mappings.unmap(found, list(found.pages_tail_first()))
@@ -333,30 +373,30 @@ class Pager:
         self._turns += 1
         found.use.began(self._turns)
         self._transfers.counters.demanded += sum(1 for _ in found.needed())
-        self._demand_all(found)
+        self._demand_pages(found, (page for _, page in found.needed()))
 
     def _deactivated(self, space: SpaceId) -> None:
         found = self._space(space)
         found.use.active = False
+        self._pins.is_due = True  # it may have grown
         self._use(found)
         self._mappings.release_growth(found)
         self._demand.settle(found)
         self._transfers.packing.left_alone(space)
-        self._expected.is_due = True
+        self._expected.is_due = self._reclaim.is_due = True
 
     def _pinned(self, space: SpaceId) -> None:
         found = self._space(space)
-        found.use.pinned = True
+        self._pins.pin(found)
         found.use.evict_wanted = False
         self._expected.withdraw(found)
-        self._demand_all(found)
 
     def _unpinned(self, space: SpaceId) -> None:
         found = self._space(space)
-        found.use.pinned = False
+        self._pins.unpin(found)
         self._demand.settle(found)
         self._transfers.packing.left_alone(space)
-        self._expected.is_due = True
+        self._expected.is_due = self._reclaim.is_due = True
 
     def _prefetch_hinted(self, event: ev.PrefetchHinted) -> None:
         found = self._space(event.space)
@@ -368,7 +408,7 @@ class Pager:
 
     def _eviction_wanted(self, space: SpaceId) -> None:
         found = self._space(space)
-        if found.use.held:
+        if found.use.demands:
             raise SpaceInUse(f"space {space} is active or pinned; end its request or unpin it", space=int(space))
         found.use.evict_wanted = True
         self._expected.withdraw(found)
@@ -390,8 +430,9 @@ class Pager:
     def _rolled_back(self, event: ev.RolledBack) -> None:
         space = self._space(event.space)
         self._mappings.cut(space, event.tokens)
-        if space.use.held:
-            self._demand_all(space)  # its windows moved back: what they see now may be on disk
+        self._pins.is_due = True
+        if space.use.demands:
+            self._demand_pages(space, (page for _, page in space.needed() if space.use.holds(page.page_id)))
 
     def _turn_committed(self, space: SpaceId) -> None:
         for segment in self._space(space).segments:
@@ -416,11 +457,18 @@ class Pager:
             if page is not None and page.state is PageState.CLEAN:
                 self._transfers.write_again(page)
 
+    def _quota_changed(self, event: ev.QuotaChanged) -> None:
+        if event.quota_bytes is None:
+            self._budget.quotas.pop(event.namespace, None)
+        else:
+            self._budget.quotas[event.namespace] = event.quota_bytes
+        self._pins.is_due = self._reclaim.is_due = self._expected.is_due = True
+
     # ---- shared steps -----------------------------------------------------------------------------------------------
 
-    def _demand_all(self, space: AddressSpace) -> None:
-        """A held space demands all that its next step sees; what is there already was not loaded ahead in vain."""
-        self._transfers.ledger.used(page for _, page in space.needed())
+    def _demand_pages(self, space: AddressSpace, pages: Iterable[Page]) -> None:
+        """A space demands what of it is held, these among it; what is there already was not loaded ahead in vain."""
+        self._transfers.ledger.used(pages)
         self._demand.want(space)
 
     def _space(self, space: SpaceId) -> AddressSpace:

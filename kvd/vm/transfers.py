@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
-from kvd.ids import PageId, SpaceId
+from kvd.ids import Namespace, PageId, SpaceId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.errors import NoRoomForCopy
 from kvd.vm.events import DropFrame, DropPacked, ForgetPage, Instruction, LoadPage, LoadTail, WritePage
@@ -131,12 +131,16 @@ class Transfers:
         elif all(use.evict_wanted for use in page.needed_by):
             self.drop(page)
 
-    def make_room(self, want_bytes: int) -> None:
+    def make_room(self, want_bytes: int, namespace: Namespace | None = None) -> None:
         """Pack tails, then evict, until `want_bytes` more fit, as far as that can be done now.
+
+        What a namespace wants beyond its quota its own idle pages make room for, before anybody's.
 
         Clean victims go at once. Dirty ones are written first: they count as room on its way, and the demand goes on
         when their writes are done.
         """
+        if namespace is not None:
+            self.free(self._budget.quota_shortage_bytes(namespace, want_bytes), namespace)
         shortage_bytes = self._budget.shortage_bytes(want_bytes)
         if shortage_bytes > 0:
             shortage_bytes -= self.packing.make_room(shortage_bytes)
@@ -148,9 +152,26 @@ class Transfers:
                 if page.is_behind_window:
                     self.hurry(page)
                     shortage_bytes -= page.page_bytes
+        self.free(shortage_bytes)
+
+    def free(self, wanted_bytes: int, namespace: Namespace | None = None) -> bool:
+        """Give up so many bytes of idle pages, or all there are; dirty ones are written first and count already.
+
+        Anybody's tails are packed first; of a namespace pages are evicted alone.
+
+        Args:
+            wanted_bytes: how many.
+            namespace: whose pages; None for anybody's.
+
+        Returns:
+            Whether there were so many.
+        """
+        shortage_bytes = wanted_bytes
+        if shortage_bytes > 0 and namespace is None:
+            shortage_bytes -= self.packing.make_room(shortage_bytes)
         if shortage_bytes <= 0:
-            return
-        for page in self._policy.order(self._spaces.values()):
+            return True
+        for page in self._policy.order(self._of(namespace)):
             freed_bytes = page.ram_bytes
             if page.droppable:
                 self.evict(page)
@@ -160,19 +181,25 @@ class Transfers:
                 self.hurry(page)
             shortage_bytes -= freed_bytes
             if shortage_bytes <= 0:
-                return
+                return True
+        return False
 
-    def make_prefetch_room(self, want_bytes: int, use: SpaceUse) -> bool:
+    def make_prefetch_room(self, want_bytes: int, use: SpaceUse, namespace: Namespace) -> bool:
         """Pack tails and drop clean pages of spaces that are expected less than one with this use.
 
         When all of them together are too little none goes: a page that is not loaded is no reason to give up others.
+        Where the namespace's quota is full, they are those of its own spaces.
 
         Returns:
             Whether `want_bytes` more fit now.
         """
-        shortage_bytes = self._budget.shortage_bytes(want_bytes)
+        quota_bytes = self._budget.quota_shortage_bytes(namespace, want_bytes)
         plan, missing_bytes = self._plan_room(
-            shortage_bytes, lambda page: all(other.claim < use.claim for other in page.needed_by)
+            max(quota_bytes, self._budget.prefetch_shortage_bytes(want_bytes)),
+            lambda page: (
+                all(other.claim < use.claim for other in page.needed_by)
+                and (quota_bytes <= 0 or page.namespace == namespace)
+            ),
         )
         if missing_bytes > 0:
             return False
@@ -371,6 +398,11 @@ class Transfers:
         if len(queued) != len(dirty) or set(queued) != dirty:
             problems.append(f"write queues hold {sorted(queued)}, dirty are {sorted(dirty)}")
         return [*problems, *self.ledger.check(self._table), *self.packing.check()]
+
+    def _of(self, namespace: Namespace | None) -> Iterable[AddressSpace]:
+        """The spaces of a namespace, which share pages with no others; None: all."""
+        spaces = self._spaces.values()
+        return spaces if namespace is None else [space for space in spaces if space.namespace == namespace]
 
     def _settle(self, page: Page) -> None:
         if page.users:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvd.ids import FrameId, GroupId, PageId, SpaceId
+from kvd.ids import FrameId, GroupId, Namespace, PageId, SpaceId
 from kvd.vm.address_space import AddressSpace, Segment
 from kvd.vm.events import PageRef
 from kvd.vm.page import OPEN, STORED, Page, PageState, PrefetchReason
@@ -126,6 +126,9 @@ class Statistics:
     Attributes:
         budget_bytes: what it may hold.
         usable_bytes: what a demand may take; the rest is reserved for copies.
+        high_mark_bytes: frames beyond this are evicted in the background, as far as they are idle.
+        low_mark_bytes: down to this.
+        converging: a smaller budget was set, and what is held still exceeds it.
         resident_bytes: bytes of all frames, those of loads under way included, and of packed tails.
         packed_bytes: of these, bytes of tails that have no frame.
         peak_resident_bytes: the most that has been.
@@ -134,6 +137,10 @@ class Statistics:
         dirty_bytes: resident bytes not durable anywhere yet: sealed pages before their write ends, and tails with
             tokens the log does not hold.
         pinned_bytes: resident bytes that active or pinned spaces hold; not evictable.
+        pin_limit_bytes: what pins alone may hold together.
+        unpinned_bytes: of what pinned spaces need, what that limit leaves out.
+        namespaces: resident bytes by namespace; of one without frames there is none.
+        quotas: the most that namespaces should have of them, where that is bounded.
         pages: pages by state, growth pages included; every state that a live page can have is a key.
         spaces: address spaces.
         active_spaces: of these, spaces a request runs on.
@@ -142,6 +149,7 @@ class Statistics:
         behind_window_pages: pages that no space's next step can see.
         behind_window_bytes: resident bytes of those: they go once they are on disk.
         evictions: frames dropped to make room or on the user's wish, since start.
+        reclaimed: of these, frames that nobody had asked for yet: in the background, or for memory's sake.
         window_drops: frames dropped since their pages fell behind a window, since start.
         packs: tails packed, since start; those that a cut copied were never in a frame and do not count.
         unpacks: packed tails put into a frame, since start.
@@ -157,6 +165,9 @@ class Statistics:
 
     budget_bytes: int
     usable_bytes: int
+    high_mark_bytes: int
+    low_mark_bytes: int
+    converging: bool
     resident_bytes: int
     packed_bytes: int
     peak_resident_bytes: int
@@ -164,6 +175,10 @@ class Statistics:
     in_flight_bytes: int
     dirty_bytes: int
     pinned_bytes: int
+    pin_limit_bytes: int
+    unpinned_bytes: int
+    namespaces: Mapping[Namespace, int]
+    quotas: Mapping[Namespace, int]
     pages: Mapping[str, int]
     spaces: int
     active_spaces: int
@@ -172,6 +187,7 @@ class Statistics:
     behind_window_pages: int
     behind_window_bytes: int
     evictions: int
+    reclaimed: int
     window_drops: int
     packs: int
     unpacks: int
@@ -199,6 +215,7 @@ class Counters:
     """Running totals behind `Statistics`. Owned by the pager's transfers."""
 
     evictions: int = 0
+    reclaimed: int = 0
     window_drops: int = 0
     packs: int = 0
     unpacks: int = 0
@@ -276,6 +293,7 @@ def view_statistics(
     counters: Counters,
     prefetched: Mapping[PrefetchReason, PrefetchFigures],
     eviction: str,
+    unpinned_bytes: int,
 ) -> Statistics:
     """Picture of the whole pager; walks all pages."""
     pages = {str(state): 0 for state in PageState if state is not PageState.RELEASED}
@@ -293,6 +311,9 @@ def view_statistics(
     return Statistics(
         budget_bytes=budget.budget_bytes,
         usable_bytes=budget.usable_bytes,
+        high_mark_bytes=budget.high_mark_bytes,
+        low_mark_bytes=budget.low_mark_bytes,
+        converging=budget.converging,
         resident_bytes=budget.resident_bytes,
         packed_bytes=packed_bytes,
         peak_resident_bytes=budget.peak_resident_bytes,
@@ -300,6 +321,10 @@ def view_statistics(
         in_flight_bytes=budget.in_flight_bytes,
         dirty_bytes=dirty_bytes,
         pinned_bytes=pinned_bytes,
+        pin_limit_bytes=budget.pin_limit_bytes,
+        unpinned_bytes=unpinned_bytes,
+        namespaces=dict(budget.namespaces),
+        quotas=dict(budget.quotas),
         pages=pages,
         spaces=len(uses),
         active_spaces=sum(use.active for use in uses),
@@ -308,6 +333,7 @@ def view_statistics(
         behind_window_pages=behind_pages,
         behind_window_bytes=behind_bytes,
         evictions=counters.evictions,
+        reclaimed=counters.reclaimed,
         window_drops=counters.window_drops,
         packs=counters.packs,
         unpacks=counters.unpacks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvd.ids import FrameId, PageId, SpaceId
+from kvd.ids import DEFAULT_NAMESPACE, FrameId, Namespace, PageId, SpaceId
 from kvd.vm import events as ev
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.eviction import EvictionPolicy
@@ -26,6 +26,7 @@ class Model:
     log: list[int] = field(default_factory=list)  # serials as of the last commit
     active: bool = False
     pinned: bool = False
+    namespace: Namespace = DEFAULT_NAMESPACE
 
 
 class Machine:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.ids import GroupId, PageId, PageKey, SpaceId
+from kvd.ids import GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.vm import events as ev
 from kvd.vm.errors import NoRoomForCopy, NotResident, SpaceInUse
 from kvd.vm.eviction import POLICIES
@@ -20,6 +20,7 @@ from kvd.vm.pager import Pager
 from tests.property.paging_model import PAGE_TOKENS, Machine, Model, Token, Watched
 
 MAX_SPACES = 6
+NAMESPACES = (Namespace("work"), Namespace("play"))
 
 WEIGHTS = {
     "turn": 10,
@@ -49,6 +50,8 @@ WEIGHTS = {
     "heal": 2,
     "close": 1,
     "change_budget": 1,
+    "want_memory": 1,
+    "change_quota": 1,
     "demand_is_met": 1,
 }
 ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
@@ -113,6 +116,8 @@ class PagerMachine(RuleBasedStateMachine):
         first_tokens=st.lists(st.integers(1, 18), min_size=2, max_size=4),
         windows=st.lists(st.sampled_from([None, 1, 3, 4, 5, 9]), min_size=3, max_size=3),
         policy=st.sampled_from(sorted(POLICIES)),
+        free_percents=st.sampled_from([(0, 0), (0, 30), (20, 40), (30, 100)]),
+        pin_limit=st.sampled_from([0, 40, 0.2, 0.5, 1.0]),
     )
     def start(
         self,
@@ -123,8 +128,10 @@ class PagerMachine(RuleBasedStateMachine):
         first_tokens: list[int],
         windows: list[int | None],
         policy: str,
+        free_percents: tuple[int, int],
+        pin_limit: int | float,
     ) -> None:
-        """A pager of some pages and any policy, groups that see everything or a window, spaces with a turn behind."""
+        """A pager of some pages, any policy, marks and limits; groups that see all or a window; spaces with a turn."""
         self.group_count = group_count
         self.windows = windows[:group_count]
         self.pager = Pager(
@@ -136,6 +143,9 @@ class PagerMachine(RuleBasedStateMachine):
             page_tokens=PAGE_TOKENS,
             policy=Watched(POLICIES[policy]()),
             windows=self.windows,
+            high_free_percent=free_percents[0],
+            low_free_percent=free_percents[1],
+            pin_limit=pin_limit,
         )
         self.wanted: dict[SpaceId, int] = {}
         self.shrunk = False
@@ -200,8 +210,8 @@ class PagerMachine(RuleBasedStateMachine):
     def _create(self, *, big: bool) -> None:
         space = self._new_space_id()
         page_bytes = tuple((14 if big else 7) + group for group in range(self.group_count))
-        self.models[space] = Model(page_bytes)
-        self.send(ev.SpaceCreated(space, page_bytes))
+        self.models[space] = Model(page_bytes, namespace=NAMESPACES[space % 2])
+        self.send(ev.SpaceCreated(space, page_bytes, NAMESPACES[space % 2]))
 
     def activate(self, data: st.DataObject) -> None:
         """A request starts."""
@@ -298,7 +308,7 @@ class PagerMachine(RuleBasedStateMachine):
             instructions = self.pager.handle(ev.Forked(parent, child, tokens))
         except (NotResident, NoRoomForCopy):
             return
-        self.models[child] = Model(model.page_bytes, model.serials[:tokens])
+        self.models[child] = Model(model.page_bytes, model.serials[:tokens], namespace=model.namespace)
         self.machine.carry_out(instructions)
 
     def restore_sharing(self, data: st.DataObject) -> None:
@@ -308,9 +318,11 @@ class PagerMachine(RuleBasedStateMachine):
             return
         model = self.models[origin]
         space = self._new_space_id()
-        self.models[space] = Model(model.page_bytes, list(model.serials), list(model.serials))
+        self.models[space] = Model(
+            model.page_bytes, list(model.serials), list(model.serials), namespace=model.namespace
+        )
         images = tuple(ev.SegmentImage(view.group, view.refs, view.tail_tokens) for view in self.pager.segments(origin))
-        self.send(ev.SpaceRestored(space, model.page_bytes, images))
+        self.send(ev.SpaceRestored(space, model.page_bytes, images, model.namespace))
 
     def close(self, data: st.DataObject) -> None:
         """A space goes, whatever is under way for it."""
@@ -339,21 +351,31 @@ class PagerMachine(RuleBasedStateMachine):
         space = self.pick(data, active=False)
         if space is None:
             return
-        held = {s: self.pager.residency(s).resident_pages for s, m in self.models.items() if m.active or m.pinned}
+        held = self._held()
         self.send(ev.PrefetchHinted(space, data.draw(st.sampled_from(["hint", "queued"]))))
-        for each, resident_pages in held.items():
-            assert self.pager.residency(each).resident_pages >= resident_pages, "a hint takes from what is held"
+        assert held <= self._held(), "a hint takes from what is held"
 
     def predict(self, data: st.DataObject) -> None:
         """A prediction takes nothing from what is held, or expected sooner; only what is on disk loses its frame."""
         spaces = data.draw(st.lists(st.sampled_from(sorted(self.models)), max_size=3)) if self.models else []
-        sooner = [s for s, m in self.models.items() if m.active or m.pinned] + spaces[:1]
+        held, sooner = self._held(), [s for s, m in self.models.items() if m.active] + spaces[:1]
         before = {each: self.pager.residency(each).resident_pages for each in sooner}
         writing = self.pager.statistics().pages["writing"]
         self.send(ev.SpacesPredicted(tuple(spaces)))
         for each, resident_pages in before.items():
             assert self.pager.residency(each).resident_pages >= resident_pages, "a prediction takes from what is due"
+        assert held <= self._held(), "a prediction takes from what is held"
         assert self.pager.statistics().pages["writing"] >= writing
+
+    def _held(self) -> set[PageId]:
+        """Sealed pages in RAM that nobody may evict."""
+        held = set[PageId]()
+        for space, model in self.models.items():
+            every = [page for segment in self.pager.segments(space) for page in segment.pages]
+            pages = [page for page in every if not page.behind_window]
+            kept = {page.ref.page_id for page in pages} if model.active else self.pager.pinned_pages(space).keys()
+            held |= {page.ref.page_id for page in pages if page.frame is not None and page.ref.page_id in kept}
+        return held
 
     def withdraw(self, data: st.DataObject) -> None:
         """A turn that waited will not come."""
@@ -482,6 +504,31 @@ class PagerMachine(RuleBasedStateMachine):
         self.shrunk = True
         self.send(ev.BudgetChanged(budget_pages * 10 * self.group_count))
 
+    def want_memory(self, data: st.DataObject) -> None:
+        """The machine is short of memory: idle pages go, and nothing that is held (P23)."""
+        held = self._held()
+        self.send(ev.MemoryWanted(data.draw(st.integers(0, 200))))
+        assert held <= self._held()
+
+    def change_quota(self, data: st.DataObject) -> None:
+        """A quota is set or goes: idle pages of its namespace go, and nothing that is held, or another's (P21)."""
+        namespace = data.draw(st.sampled_from(NAMESPACES))
+        held, others = self._held(), self._resident(but=namespace)
+        quota_pages = data.draw(st.one_of(st.none(), st.integers(0, 12)))
+        self.send(ev.QuotaChanged(namespace, None if quota_pages is None else quota_pages * 10 * self.group_count))
+        # pins of a smaller quota hold less, and a budget out of reach takes from anybody
+        pinned = any(model.pinned for model in self.models.values())
+        assert pinned or held <= self._held()
+        statistics = self.pager.statistics()
+        is_short = statistics.waiting_spaces or statistics.resident_bytes > statistics.high_mark_bytes
+        assert is_short or self.shrunk or pinned or others <= self._resident(but=namespace)
+
+    def _resident(self, *, but: Namespace) -> set[PageId]:
+        """Clean sealed pages in RAM of other namespaces than one."""
+        spaces = [space for space, model in self.models.items() if model.namespace != but]
+        pages = [page for space in spaces for segment in self.pager.segments(space) for page in segment.pages]
+        return {page.ref.page_id for page in pages if page.state == "clean"}
+
     # ---- what always holds ------------------------------------------------------------------------------------------
 
     @invariant()
@@ -496,7 +543,8 @@ class PagerMachine(RuleBasedStateMachine):
         assert statistics.refaults <= statistics.faults
         loaded = sum(each.pages for each in statistics.prefetched.values())
         assert loaded + statistics.faults == self.machine.loads_started, "a load is a fault or was made ahead"
-        assert sum(each.unknown_pages for each in statistics.prefetched.values()) <= len(self.machine.frames)
+        unknown = sum(each.unknown_pages for each in statistics.prefetched.values())
+        assert unknown <= len(self.machine.frames) + len(self.machine.packed)
         assert statistics.pages["writing"] == len(self.machine.writes)
         resident = sum(statistics.pages[s] for s in ("filling", "sealed_dirty", "writing", "clean"))
         assert resident + len(self.machine.loads) == len(self.machine.frames)
@@ -616,6 +664,18 @@ class PagerMachine(RuleBasedStateMachine):
             assert all(self.pager.is_ready(space) for space, model in self.models.items() if model.active)
             statistics = self.pager.statistics()
             assert statistics.resident_bytes + statistics.in_flight_bytes <= statistics.budget_bytes
+            assert statistics.resident_bytes <= max(statistics.high_mark_bytes, statistics.pinned_bytes)
+            self._quotas_are_met()
+
+    def _quotas_are_met(self) -> None:
+        """At rest a namespace has more than its quota only where all it has is held."""
+        statistics = self.pager.statistics()
+        for namespace, quota_bytes in statistics.quotas.items():
+            spaces = [space for space in self.pager.spaces if space.namespace == namespace]
+            pages = {page.page_id: page for space in spaces for _, page in space.needed() if page.held}
+            growth = [page for space in spaces for segment in space.segments for page in segment.growth]
+            held_bytes = sum(page.page_bytes for page in (*pages.values(), *growth))
+            assert statistics.namespaces.get(namespace, 0) <= max(quota_bytes, held_bytes)
 
     def teardown(self) -> None:
         """When all spaces are gone and the disk has answered, nothing is left anywhere."""

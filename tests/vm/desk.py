@@ -26,6 +26,9 @@ class Desk:
         loads: int = 4,
         windows: tuple[int | None, ...] | None = None,
         policy: str = "lru",
+        high_free_percent: int = 0,
+        low_free_percent: int = 0,
+        pin_limit: int | float = 0.5,
     ) -> None:
         self.groups = groups
         numbers = count(1)
@@ -38,6 +41,9 @@ class Desk:
             page_tokens=P,
             windows=windows,
             policy=POLICIES[policy](),
+            high_free_percent=high_free_percent,
+            low_free_percent=low_free_percent,
+            pin_limit=pin_limit,
         )
         self.writes: list[PageId] = []
         self.loads: list[PageId] = []
