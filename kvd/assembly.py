@@ -13,10 +13,10 @@ from functools import partial
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
 from kvd.attention.select import ATTENTION_CHOICES, pool_for, select_backend
-from kvd.config import DEFAULT_QUOTA_BYTES, Settings
+from kvd.config import DEFAULT_QUOTA_BYTES, ConfigError, Settings
 from kvd.errors import EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
-from kvd.ids import PageId
+from kvd.ids import Namespace, PageId
 from kvd.model import cpu_assist, dispatch
 from kvd.model.forward import device_kind, gpu_info, limit_buffer_cache, stated_scratch_bytes
 from kvd.model.loader import LoadedModel, load
@@ -24,12 +24,15 @@ from kvd.model.probes import probes_for
 from kvd.model.registry import resolve
 from kvd.model.spec import CacheGroup, ModelCacheSpec
 from kvd.model.template import ChatTemplate
-from kvd.ops.device import Clamped, clamp_budget, clamp_quota, device_facts, device_limit
+from kvd.ops.device import Clamped, budget_room, clamp_budget, clamp_footprint, clamp_quota, device_facts, device_limit
+from kvd.ops.sizes import format_size
 from kvd.quant.spec import PAGE_TOKENS, PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
 from kvd.scheduler.batch_size import default_max_batch
 from kvd.scheduler.core import NUMERICS, EngineCore
+from kvd.scheduler.limits import LimitSettings
 from kvd.scheduler.memory import Memory
+from kvd.scheduler.pressure import Pressure
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.store_door import StoreDoor
 from kvd.scheduler.tracing import TraceWriter, open_trace
@@ -91,7 +94,8 @@ class Assembly:
         backend = self._choose_backend(loaded, formats, report)
         assisted = cpu_assist.install(loaded.model) if backend.name == "cpu" else ()
         self._facts["cpu_assist"] = list(assisted)
-        budget_bytes, quota_bytes = self._clamp(loaded, report)
+        budget_bytes, quota_bytes, limits = self._clamp(loaded, report)
+        pressure = self._pressure()
         swap = SwapThread(
             folder=folder,
             fingerprint=fingerprint,
@@ -111,6 +115,7 @@ class Assembly:
             max_loads_in_flight=max_loads,
             policy=POLICIES[settings.eviction](),
             windows=[group.layer.window for group in loaded.spec.groups],
+            pin_limit=settings.pin_limit,
         )
         core_box: list[EngineCore] = []
         largest_frame_bytes = max(layout.payload_bytes for layout in formats.book.layouts.values())
@@ -139,6 +144,8 @@ class Assembly:
             prefetch=settings.prefetch,
             sharing=settings.sharing,
             log=self._log,
+            limits=limits,
+            pressure=pressure,
         )
         core_box.append(core)
         if trace is not None:
@@ -192,7 +199,7 @@ class Assembly:
             self._notices.append(launch.warning)
         return choice.backend
 
-    def _clamp(self, loaded: LoadedModel, report: RecoveryReport) -> tuple[int, int]:
+    def _clamp(self, loaded: LoadedModel, report: RecoveryReport) -> tuple[int, int, LimitSettings]:
         facts = device_facts(self._settings.data_dir)
         reserved = loaded.weights_bytes + stated_scratch_bytes(loaded.spec)
         device = device_limit(gpu_info())
@@ -204,7 +211,33 @@ class Assembly:
         self._notices += [clamped.reason for clamped in (budget, quota) if clamped.reason is not None]
         if budget.granted_bytes < 1:
             raise EnvironmentFault(f"no memory is left for KV pages: {budget.reason}")
-        return budget.granted_bytes, quota.granted_bytes
+        room_bytes, reason = budget_room(facts, reserved_bytes=reserved, device=device)
+        limits = LimitSettings(
+            largest_budget_bytes=room_bytes,
+            largest_reason=reason,
+            branch_limit_bytes=self._settings.branch_limit_bytes,
+            namespace_quotas={Namespace(name): quota_bytes for name, quota_bytes in self._settings.namespace_quotas},
+        )
+        return budget.granted_bytes, quota.granted_bytes, limits
+
+    def _pressure(self) -> Pressure:
+        """The limit of the process's memory, which has to leave room for pages beside what is loaded already."""
+        limit = clamp_footprint(self._settings.footprint_limit_bytes, device_facts(self._settings.data_dir))
+        if limit.reason is not None:
+            self._notices.append(limit.reason)
+        pressure = Pressure(limit.granted_bytes)
+        pressure.look()
+        if pressure.level == "none":
+            return pressure
+        taken = f"the daemon takes {format_size(pressure.footprint_bytes)} before it has any pages"
+        if self._settings.footprint_limit_bytes is not None:
+            raise ConfigError(
+                f"footprint-limit {format_size(limit.granted_bytes)} is too little: {taken}", setting="footprint-limit"
+            )
+        self._notices.append(
+            f"the machine is short of memory: {taken}, and {format_size(limit.granted_bytes)} is the limit"
+        )
+        return Pressure(limit.granted_bytes)
 
     def _tell_recovery(self, report: RecoveryReport) -> None:
         """Nothing is dropped silently: one line says what was found, one for each kind of thing that was wrong."""

@@ -18,6 +18,7 @@ from kvd.cli_config import came_from_file, config, use_file
 from kvd.cli_doctor import doctor
 from kvd.cli_gateway import gateway, http_address, http_option
 from kvd.cli_model import model
+from kvd.cli_options import memory_options
 from kvd.cli_service import service
 from kvd.cli_types import SIZE, AutoOrCount
 from kvd.config import (
@@ -107,6 +108,7 @@ def main() -> None:
     default=DEFAULT_BUDGET_BYTES,
     help=f"RAM for KV [default: {format_size(DEFAULT_BUDGET_BYTES)}].",
 )
+@memory_options
 @click.option(
     "--quota",
     type=SIZE,
@@ -252,6 +254,10 @@ def serve(
     model_name: str,
     model_dir: Path | None,
     budget: int,
+    pin_limit: int | float,
+    footprint_limit: int | None,
+    branch_limit: int | None,
+    namespace_quotas: tuple[tuple[str, int], ...],
     quota: int,
     kv_format: str,
     attention: str,
@@ -293,6 +299,10 @@ def serve(
             model=model_name,
             model_dir=models(model_dir),
             budget_bytes=budget,
+            pin_limit=pin_limit,
+            footprint_limit_bytes=footprint_limit,
+            branch_limit_bytes=branch_limit,
+            namespace_quotas=namespace_quotas,
             quota_bytes=quota,
             kv_format=kv_format,
             attention=attention,

@@ -250,7 +250,7 @@ def _shown(value: object) -> str:
     if value is None or value == ():
         return "-"
     if isinstance(value, tuple | list):
-        return ", ".join(map(str, value))
+        return ", ".join("=".join(map(_shown, each)) if isinstance(each, tuple) else str(each) for each in value)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 100_000:
         return format_size(value)
     return str(value)

@@ -23,6 +23,11 @@ ATTENTION = ("auto", "metal", "cuda", "cpu", "mlx", "reference")
 PREFETCH = ("predict", "hints", "off")
 EVICTION = ("lru", "reuse")
 MIN_BUDGET_BYTES = 1_000_000
+DEFAULT_PIN_LIMIT = 0.5
+MAX_PIN_LIMIT = 0.9
+"""Somebody beside the pinned agents has to run."""
+MAX_NAME_CHARACTERS = 128
+"""Of agents and namespaces."""
 MAX_CHUNK_TOKENS = 512
 """What the scratch memory of a step is counted for (`ModelCacheSpec.scratch_bytes`)."""
 MAX_BATCH = 64
@@ -47,6 +52,12 @@ class Settings:
         model: installed name, or a folder in mlx-lm's layout.
         model_dir: installed models and their calibrations.
         budget_bytes: RAM for KV pages, tails and copies in flight.
+        pin_limit: what pinned agents may hold together, in bytes (int) or as a part of what the budget leaves to
+            requests (float), at most `MAX_PIN_LIMIT` of that in both cases.
+        footprint_limit_bytes: memory of the whole process above which new requests are refused; None: what
+            `kvd.ops.device` says of the machine.
+        branch_limit_bytes: what pages of an agent's branches beside its current one may take; None: any.
+        namespace_quotas: names of namespaces, and what their pages should take of the budget at most.
         quota_bytes: disk for everything under `data_dir`.
         kv_format: `auto` (the calibrated one) or a name of `NAMED_FORMATS`.
         attention: `auto` or a backend's name.
@@ -75,6 +86,10 @@ class Settings:
     model: str
     model_dir: Path
     budget_bytes: int = DEFAULT_BUDGET_BYTES
+    pin_limit: int | float = DEFAULT_PIN_LIMIT
+    footprint_limit_bytes: int | None = None
+    branch_limit_bytes: int | None = None
+    namespace_quotas: tuple[tuple[str, int], ...] = ()
     quota_bytes: int = DEFAULT_QUOTA_BYTES
     kv_format: str = "auto"
     attention: str = "auto"
@@ -101,6 +116,16 @@ class Settings:
         _one_of("eviction", self.eviction, EVICTION)
         _one_of("log-level", self.log_level, LOG_LEVELS)
         _at_least("budget", self.budget_bytes, MIN_BUDGET_BYTES, "bytes")
+        if not (isinstance(self.pin_limit, int) and self.pin_limit >= 0) and not 0 <= self.pin_limit <= MAX_PIN_LIMIT:
+            raise ConfigError(
+                f"pin-limit must be a size, or from 0% to {MAX_PIN_LIMIT:.0%}, not {self.pin_limit:.0%}",
+                setting="pin-limit",
+            )
+        if self.footprint_limit_bytes is not None:
+            _at_least("footprint-limit", self.footprint_limit_bytes, MIN_BUDGET_BYTES, "bytes")
+        if self.branch_limit_bytes is not None:
+            _at_least("branch-limit", self.branch_limit_bytes, 0, "bytes")
+        _check_namespaces(self.namespace_quotas)
         _at_least("quota", self.quota_bytes, MIN_BUDGET_BYTES, "bytes")
         _at_least("chunk", self.chunk_tokens, 1, "tokens")
         if self.chunk_tokens > MAX_CHUNK_TOKENS:
@@ -121,6 +146,23 @@ class Settings:
                 f"drain-grace must be from 0 to {MAX_DRAIN_GRACE_S} seconds, not {self.drain_grace_s}",
                 setting="drain-grace",
             )
+
+
+def _check_namespaces(quotas: tuple[tuple[str, int], ...]) -> None:
+    for name, quota_bytes in quotas:
+        if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+            raise ConfigError(
+                f"namespace-quota must name a namespace of 1 to {MAX_NAME_CHARACTERS} printable characters, not "
+                f"{name[:40]!r}",
+                setting="namespace-quota",
+            )
+        if quota_bytes < MIN_BUDGET_BYTES:
+            raise ConfigError(
+                f"namespace-quota {name} must be at least {MIN_BUDGET_BYTES} bytes, not {quota_bytes}",
+                setting="namespace-quota",
+            )
+    if len({name for name, _ in quotas}) != len(quotas):
+        raise ConfigError("namespace-quota must name each namespace once", setting="namespace-quota")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvd import assembly
 from kvd.assembly import Assembly
-from kvd.config import DEFAULT_QUOTA_BYTES, Settings
+from kvd.config import DEFAULT_QUOTA_BYTES, ConfigError, Settings
 from kvd.ops.device import DeviceFacts
 
 
@@ -29,3 +29,30 @@ def test_a_cut_quota_is_a_notice_only_where_it_was_asked_for(
     assert granted[1] == 50_000_000_000
     assert [notice.startswith("quota 60 GB cut to 50 GB") for notice in made._notices] == [True] * is_asked_for
     assert [(event, facts["level"]) for event, facts in told] == [("quota", "info")] * (not is_asked_for)
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 1_000_000, 1 << 40])
+def test_a_footprint_limit_leaves_room_for_what_is_loaded(
+    limit_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P23: one that would refuse every request is refused at the start; one beyond the machine is cut, in words."""
+    monkeypatch.setattr(assembly, "device_facts", lambda data_dir: DeviceFacts(64 << 30, 10**12, 10**12))
+    settings = Settings(tmp_path, tmp_path / "s", "m", tmp_path, footprint_limit_bytes=limit_bytes)
+    made = Assembly(settings, {}, lambda event, **facts: None)
+    if limit_bytes == 1_000_000:
+        with pytest.raises(ConfigError, match=r"footprint-limit 1 MB is too little: the daemon takes .* before it has"):
+            made._pressure()
+        return
+    assert made._pressure().hard_bytes == int((64 << 30) * 0.9)
+    assert [notice.startswith("footprint-limit 1.1 TB cut to 61.8 GB") for notice in made._notices] == (
+        [] if limit_bytes is None else [True]
+    )
+
+
+def test_a_machine_that_is_short_of_memory_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P23: where nobody asked for a limit the daemon starts, and says why it will refuse."""
+    monkeypatch.setattr(assembly, "device_facts", lambda data_dir: DeviceFacts(1_000_000, 10**12, 10**12))
+    made = Assembly(Settings(tmp_path, tmp_path / "s", "m", tmp_path), {}, lambda event, **facts: None)
+    assert made._pressure().level == "none", "it is looked at once a second from now on"
+    (notice,) = made._notices
+    assert notice.startswith("the machine is short of memory: the daemon takes ")

@@ -24,6 +24,21 @@ def test_the_defaults_are_valid_and_frozen() -> None:
         GOOD.budget_bytes = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("quotas", "words"),
+    [
+        ((("", 2_000_000),), "namespace-quota must name a namespace of 1 to 128 printable characters, not ''"),
+        ((("a\n", 2_000_000),), "printable characters"),
+        ((("a", 2_000_000), ("a", 3_000_000)), "namespace-quota must name each namespace once"),
+    ],
+)
+def test_wrong_namespaces_are_refused(quotas: tuple[tuple[str, int], ...], words: str) -> None:
+    """A quota is for a namespace that can exist, and each has one."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        replace(GOOD, namespace_quotas=quotas)
+    assert caught.value.data["setting"] == "namespace-quota"
+
+
 def test_allowed_values_are_those_of_the_packages_that_use_them() -> None:
     """Every backend (those of GPUs everywhere), policy, named format and log level can be chosen, and nothing else."""
     assert sorted(EVICTION) == sorted(POLICIES)
@@ -47,6 +62,11 @@ def test_allowed_values_are_those_of_the_packages_that_use_them() -> None:
         ({"budget_bytes": 10}, "budget must be at least 1000000 bytes, not 10"),
         ({"budget_bytes": -1}, "budget must be at least"),
         ({"quota_bytes": 0}, "quota must be at least 1000000 bytes, not 0"),
+        ({"pin_limit": 0.91}, "pin-limit must be a size, or from 0% to 90%, not 91%"),
+        ({"pin_limit": -1}, "pin-limit must be a size"),
+        ({"footprint_limit_bytes": 10}, "footprint-limit must be at least 1000000 bytes, not 10"),
+        ({"branch_limit_bytes": -1}, "branch-limit must be at least 0 bytes, not -1"),
+        ({"namespace_quotas": (("a", 10),)}, "namespace-quota a must be at least 1000000 bytes, not 10"),
         ({"chunk_tokens": 0}, "chunk must be at least 1 tokens, not 0"),
         ({"chunk_tokens": 513}, "chunk must be at most 512 tokens, not 513"),
         ({"max_queued": 0}, "max-queued must be at least 1 requests"),

@@ -118,6 +118,7 @@ LAYERS = {
     "kvd.cli_service": Row("kvd.cli_config kvd.errors kvd.ops kvd_client", "click"),
     "kvd.cli_gateway": Row("kvd.cli_config kvd.cli_types kvd.config kvd.ops kvd.gateway kvd_client.paths", "click"),
     "kvd.cli_types": Row("kvd.errors kvd.ops.sizes", "click"),
+    "kvd.cli_options": Row("kvd.cli_types kvd.errors kvd.ops.sizes", "click"),
     "kvd.cli_model": Row("kvd kvd_client", "click rich"),
     "kvd.cli_doctor": Row("kvd kvd_client", "click rich"),
     # Examines everything, so it may look at everything.

@@ -28,7 +28,7 @@ from kvd_client.errors import (
     KvdClientError,
     RemoteError,
 )
-from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Statistics
+from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
 
 if TYPE_CHECKING:
     from kvd_client.async_client import AsyncClient, AsyncGenerateStream
@@ -48,6 +48,7 @@ __all__ = [
     "Health",
     "InjectResult",
     "KvdClientError",
+    "Limits",
     "RemoteError",
     "Statistics",
 ]

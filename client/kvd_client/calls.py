@@ -13,7 +13,16 @@ from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from kvd_client.errors import RemoteError, local_error, remote_error
 from kvd_client.logprobs import TokenLogprob, parse_logprobs
-from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Statistics, build
+from kvd_client.results import (
+    AgentInfo,
+    ExportResult,
+    GenerateResult,
+    Health,
+    InjectResult,
+    Limits,
+    Statistics,
+    build,
+)
 from kvd_client.stream import FirstToken, StreamEvent, parse_event
 from kvd_client.wire import ErrorObject, ResponseReceived
 
@@ -291,6 +300,23 @@ def residency(agent: str | None, namespace: str) -> Call[dict[str, Any]]:
 def statistics() -> Call[Statistics]:
     """`statistics`."""
     return _call("statistics", _reader(Statistics))
+
+
+def configure(budget: int | str | None, namespace_quotas: Mapping[str, int | str | None] | None) -> Call[Limits]:
+    """`configure`."""
+    quotas = None if namespace_quotas is None else dict(namespace_quotas)
+    return _call("configure", _limits, budget=budget, namespace_quotas=quotas)
+
+
+def _limits(result: object, _ttft_s: float | None) -> Limits:
+    """A wire has lists where values here are tuples."""
+    names: dict[str, object] = {}
+    for key in ("converging", "until_restart"):
+        value = result.get(key, []) if isinstance(result, dict) else []
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise local_error("protocol", f"the daemon's {key} is {value!r:.80}, not a list of names")
+        names[key] = tuple(value)
+    return build(Limits, result, **names)
 
 
 def health() -> Call[Health]:

@@ -17,12 +17,12 @@ from kvd_client.cli_common import (
     print_lines,
     with_session,
 )
-from kvd_client.cli_show import agent_line, agent_table, size
+from kvd_client.cli_show import agent_line, agent_table, limit_lines, size
 from kvd_client.residency import residency_lines
-from kvd_client.results import AgentInfo, ExportResult, Health, Statistics
+from kvd_client.results import AgentInfo, ExportResult, Health, Limits, Statistics
 
 
-def _flat(result: AgentInfo | ExportResult | Health | Statistics) -> dict[str, Any]:
+def _flat(result: AgentInfo | ExportResult | Health | Limits | Statistics) -> dict[str, Any]:
     """A result as one map, the fields that only the daemon knows included."""
     known = asdict(result)
     rest: dict[str, Any] = known.pop("server")
@@ -35,6 +35,15 @@ def _done(session: Session, done: str, agent: AgentInfo) -> None:
         print_json(_flat(agent))
     else:
         print_lines([agent_line(done, _flat(agent))])
+
+
+def _quota(text: str) -> tuple[str, str | None]:
+    name, equals, size = text.rpartition("=")
+    if not (name and equals and size):
+        raise click.BadParameter(
+            f"{text!r} must be NAME=SIZE, such as work=4GB, or NAME=none", param_hint="--namespace-quota"
+        )
+    return name, None if size == "none" else size
 
 
 def _budget_line(residency: Mapping[str, Any]) -> list[str]:
@@ -219,6 +228,33 @@ def stats(session: Session, /) -> None:
 
 
 @click.command()
+@click.argument("size", required=False)
+@click.option(
+    "--namespace-quota",
+    "quotas",
+    metavar="NAME=SIZE",
+    multiple=True,
+    help="Set what pages of a namespace's agents should take of it at most; NAME=none for any.",
+)
+@with_session
+def budget(session: Session, /, size: str | None, quotas: tuple[str, ...]) -> None:
+    """Show the memory budget and what it bounds, or set it to SIZE until the daemon's next start.
+
+    A smaller budget takes pages from idle agents at once (they are on disk), lets running requests make way for each
+    other, and ends those that can never fit any more. SIZE is written as for `kvd serve --budget`, which sets it for
+    good.
+
+    Example: kvd-client budget 4GB
+    """
+    wanted = dict(_quota(each) for each in quotas)
+    limits = _flat(session.client.configure(budget=size, namespace_quotas=wanted or None))
+    if session.json:
+        print_json(limits)
+    else:
+        print_lines(limit_lines(limits))
+
+
+@click.command()
 @with_session
 def health(session: Session, /) -> None:
     """Say whether the daemon can generate now; exit code 0 only then.
@@ -275,6 +311,7 @@ AGENT_COMMANDS: tuple[click.Command, ...] = (
     import_command,
     residency,
     stats,
+    budget,
     health,
     model,
     drain,

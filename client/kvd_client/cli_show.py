@@ -158,3 +158,33 @@ def agent_line(done: str, agent: Mapping[str, Any]) -> str:
     unsafe = "" if agent.get("durable", True) else f"; NOT durable ({agent.get('durable_reason') or 'no reason given'})"
     tokens, in_ram = agent.get("tokens", 0), size(int(agent.get("resident_bytes", 0)))
     return f"{done}: {tokens} tokens, {in_ram} in RAM{on_disk}{unsafe}"
+
+
+def limit_lines(limits: Mapping[str, Any]) -> list[str]:
+    """The budget, what it bounds, and what is still to come, in lines.
+
+    Args:
+        limits: facts of `configure`.
+    """
+
+    def shown(name: str) -> str:
+        return size(int(limits.get(name) or 0))
+
+    largest = f", at most {shown('largest_budget_bytes')} here" if limits.get("largest_budget_bytes") else ""
+    limit = f", at most {shown('footprint_limit_bytes')}" if limits.get("footprint_limit_bytes") else ""
+    lines = [
+        f"budget     {shown('budget_bytes')}{largest}; requests may take {shown('usable_bytes')} of it",
+        f"resident   {shown('resident_bytes')}",
+        f"marks      idle pages beyond {shown('high_mark_bytes')} go, down to {shown('low_mark_bytes')}",
+        f"pins       may hold {shown('pin_limit_bytes')}",
+        f"footprint  {shown('footprint_bytes')}{limit}",
+        *(
+            f"quota      {name}: {size(int(quota))}"
+            for name, quota in sorted(limits.get("namespace_quotas", {}).items())
+        ),
+    ]
+    if "budget" in limits.get("until_restart", ()):
+        lines.append(f"The next start has {shown('start_budget_bytes')} again; `kvd serve --budget` sets it for good.")
+    if "budget" in limits.get("converging", ()):
+        lines.append("More than the budget is still held: it goes as soon as it is written, or its requests end.")
+    return lines

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 from kvd_client import calls
 from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
 from kvd_client.paths import resolve_socket, start_command
-from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Statistics
+from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
 from kvd_client.stream import StreamEvent
 from kvd_client.transport import Transport
 from kvd_client.wire import StreamReceived
@@ -256,6 +256,23 @@ class Client:
     def statistics(self) -> Statistics:
         """Figures since the daemon's start."""
         return self._run(calls.statistics())
+
+    def configure(
+        self,
+        *,
+        budget: int | str | None = None,
+        namespace_quotas: Mapping[str, int | str | None] | None = None,
+    ) -> Limits:
+        """Change limits until the daemon's next start; returns those in force. Without any it changes nothing.
+
+        Args:
+            budget: memory for pages, in bytes or as `kvd serve --budget` takes it.
+            namespace_quotas: of these namespaces, what their agents' pages should take of it at most; None for any.
+
+        Raises:
+            InvalidParams: naming the allowed values; nothing changed.
+        """
+        return self._run(calls.configure(budget, namespace_quotas))
 
     def model_info(self) -> dict[str, Any]:
         """The model the daemon has loaded."""

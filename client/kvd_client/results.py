@@ -166,6 +166,42 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of memory in force, and what they bound; bytes.
+
+    Attributes:
+        budget_bytes: what pages, open tails and copies in flight may take together.
+        start_budget_bytes: what the daemon was started with; in force again after a restart.
+        largest_budget_bytes: the most that the machine can hold; None where the daemon does not know.
+        usable_bytes: of the budget, what requests may take.
+        resident_bytes: what pages take.
+        high_mark_bytes, low_mark_bytes: idle pages beyond the first are evicted down to the second.
+        pin_limit_bytes: what pinned agents may hold together.
+        footprint_bytes: what the daemon's process takes from the machine.
+        footprint_limit_bytes: beyond this new requests are told to come again; None for no limit.
+        namespace_quotas: what pages of namespaces should take at most, where that is bounded.
+        converging: names of limits that what is held still exceeds.
+        until_restart: names of limits that were changed at run time and last until the daemon's next start.
+        server: every other field the daemon sent.
+    """
+
+    budget_bytes: int = 0
+    start_budget_bytes: int = 0
+    largest_budget_bytes: int | None = None
+    usable_bytes: int = 0
+    resident_bytes: int = 0
+    high_mark_bytes: int = 0
+    low_mark_bytes: int = 0
+    pin_limit_bytes: int = 0
+    footprint_bytes: int = 0
+    footprint_limit_bytes: int | None = None
+    namespace_quotas: Mapping[str, int] = field(default_factory=dict)
+    converging: tuple[str, ...] = ()
+    until_restart: tuple[str, ...] = ()
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """Whether the daemon can generate now, and in words what it is doing."""
 

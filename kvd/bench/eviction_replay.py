@@ -173,6 +173,9 @@ class Replay:
             page_tokens=header.page_tokens,
             policy=policy,
             windows=header.windows,
+            # writes end at once here: there is nothing to be gained by evicting before somebody needs room
+            high_free_percent=0,
+            low_free_percent=0,
         )
         self._known: dict[int, _Known] = {}
         self._running: dict[int, None] = {}  # ordered sets

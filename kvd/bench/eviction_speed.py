@@ -63,6 +63,9 @@ class Desk:
             group_count=1,
             new_page_id=lambda: PageId(str(next(numbers))),
             policy=self.policy,
+            # full to the last page: at the worst there is
+            high_free_percent=0,
+            low_free_percent=0,
         )
         for space in self.spaces:
             refs = tuple(ev.PageRef(PageId(f"{space}.{n}"), PageKey(f"{space}.{n}")) for n in range(SPACE_PAGES))

@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "log_unreadable": "storage_error",
         "log_damaged": "storage_error",
         "log_vanished": "storage_error",
+        "memory_pressure": "busy",
         "model_corrupt": "model_error",
         "model_not_found": "model_error",
         "not_deleted": "storage_error",

@@ -7,6 +7,7 @@ alone: for SmolLM2 the projection of 512 tokens would cost as much again as a si
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -28,6 +29,31 @@ BUFFER_CACHE_BYTES = 16_000_000
 def limit_buffer_cache() -> None:
     """Bound MLX's cache of freed buffers for this process."""
     mx.set_cache_limit(BUFFER_CACHE_BYTES)
+
+
+def clear_buffer_cache() -> None:
+    """Give all of MLX's freed buffers back."""
+    mx.clear_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayMemory:
+    """MLX's own memory, in bytes.
+
+    Attributes:
+        active_bytes: of arrays that are alive.
+        cache_bytes: of freed buffers that MLX keeps for reuse.
+        peak_bytes: the most that `active_bytes` has been.
+    """
+
+    active_bytes: int
+    cache_bytes: int
+    peak_bytes: int
+
+
+def array_memory() -> ArrayMemory:
+    """What MLX holds now."""
+    return ArrayMemory(mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory())
 
 
 def device_kind() -> Literal["cpu", "gpu"]:

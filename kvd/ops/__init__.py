@@ -13,13 +13,23 @@ of kvd.
 from __future__ import annotations
 
 from kvd.ops.children import ChildLog, KeptChild
-from kvd.ops.device import Clamped, DeviceFacts, DeviceLimit, clamp_budget, clamp_quota, device_facts, device_limit
+from kvd.ops.device import (
+    Clamped,
+    DeviceFacts,
+    DeviceLimit,
+    budget_room,
+    clamp_budget,
+    clamp_footprint,
+    clamp_quota,
+    device_facts,
+    device_limit,
+)
 from kvd.ops.errors import InheritedSocketUnusable, InvalidSize
 from kvd.ops.footprint import Footprint, measure_footprint, process_footprint_bytes
 from kvd.ops.lifecycle import Notifier, StopAction, StopPlan, handle_stop_signals, inherited_sockets
 from kvd.ops.logs import LEVELS, LogSetup, RequestLine, get_logger, request_line, setup_logging
 from kvd.ops.open_things import count_open_files, count_threads
-from kvd.ops.sizes import format_size, parse_size
+from kvd.ops.sizes import format_size, parse_share, parse_size
 
 __all__ = [
     "LEVELS",
@@ -36,7 +46,9 @@ __all__ = [
     "RequestLine",
     "StopAction",
     "StopPlan",
+    "budget_room",
     "clamp_budget",
+    "clamp_footprint",
     "clamp_quota",
     "count_open_files",
     "count_threads",
@@ -47,6 +59,7 @@ __all__ = [
     "handle_stop_signals",
     "inherited_sockets",
     "measure_footprint",
+    "parse_share",
     "parse_size",
     "process_footprint_bytes",
     "request_line",

@@ -15,12 +15,24 @@ from pathlib import Path
 
 from kvd.ops.sizes import format_size
 
-__all__ = ["Clamped", "DeviceFacts", "DeviceLimit", "clamp_budget", "clamp_quota", "device_facts", "device_limit"]
+__all__ = [
+    "Clamped",
+    "DeviceFacts",
+    "DeviceLimit",
+    "budget_room",
+    "clamp_budget",
+    "clamp_footprint",
+    "clamp_quota",
+    "device_facts",
+    "device_limit",
+]
 
 GPU_SHARE = 0.9
 """Of a GPU's own memory, at most this for model and pages together: its kernels and the driver need some."""
 MEMORY_SHARE = 0.75
 """Of the memory, at most this for model and pages together: the rest keeps the system and its file cache alive."""
+FOOTPRINT_SHARE = 0.9
+"""Of the memory, the whole process may take this: beyond it the machine begins to swap."""
 DISK_SHARE = 0.5
 """Of the free disk, at most this for swap files by default: somebody else needs room too."""
 
@@ -110,6 +122,20 @@ def clamp_budget(
         reserved_bytes: what the model takes besides pages: weights, scratch of a step.
         device: of the GPU that holds model and pages; None on a CPU.
     """
+    room_bytes, reason = budget_room(facts, reserved_bytes=reserved_bytes, device=device)
+    if wanted_bytes <= room_bytes:
+        return Clamped(wanted_bytes, None)
+    return Clamped(room_bytes, f"budget {format_size(wanted_bytes)} cut to {format_size(room_bytes)}: {reason}")
+
+
+def budget_room(facts: DeviceFacts, *, reserved_bytes: int, device: DeviceLimit | None = None) -> tuple[int, str]:
+    """The largest page budget that this machine can hold, and where the figure comes from, in words.
+
+    Args:
+        facts: the machine.
+        reserved_bytes: as for `clamp_budget`.
+        device: as for `clamp_budget`.
+    """
     ceiling_bytes = int(facts.memory_bytes * MEMORY_SHARE)
     origin = f"{MEMORY_SHARE:.0%} of the machine's {format_size(facts.memory_bytes)}"
     if device is not None and device.is_own_memory:
@@ -117,12 +143,23 @@ def clamp_budget(
     elif device is not None and device.limit_bytes < ceiling_bytes:
         ceiling_bytes, origin = device.limit_bytes, f"the device's working set of {format_size(device.limit_bytes)}"
     room_bytes = max(0, ceiling_bytes - reserved_bytes)
-    if wanted_bytes <= room_bytes:
-        return Clamped(wanted_bytes, None)
+    return room_bytes, f"{origin}, less {format_size(reserved_bytes)} for the model"
+
+
+def clamp_footprint(wanted_bytes: int | None, facts: DeviceFacts) -> Clamped:
+    """The limit of the whole process's memory on this machine.
+
+    Args:
+        wanted_bytes: the configured limit; None for the default share of the machine's memory.
+        facts: the machine.
+    """
+    most_bytes = int(facts.memory_bytes * FOOTPRINT_SHARE)
+    if wanted_bytes is None or wanted_bytes <= most_bytes:
+        return Clamped(most_bytes if wanted_bytes is None else wanted_bytes, None)
     return Clamped(
-        room_bytes,
-        f"budget {format_size(wanted_bytes)} cut to {format_size(room_bytes)}: {origin}, "
-        f"less {format_size(reserved_bytes)} for the model",
+        most_bytes,
+        f"footprint-limit {format_size(wanted_bytes)} cut to {format_size(most_bytes)}: {FOOTPRINT_SHARE:.0%} of the "
+        f"machine's {format_size(facts.memory_bytes)}",
     )
 
 

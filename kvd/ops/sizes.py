@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from kvd.ops.errors import InvalidSize
 
-__all__ = ["format_size", "parse_size"]
+__all__ = ["format_size", "parse_share", "parse_size"]
 
 ALLOWED = "a number with an optional unit, such as 1_000_000, 100K, 40MB, 512MiB or 10.2GB"
 LIMIT_BYTES = 2**63 - 1
@@ -43,6 +43,25 @@ def parse_size(value: str | int, *, what: str = "size") -> int:
     if exact > LIMIT_BYTES:
         raise InvalidSize(f"{what} {text!r} is over the limit of {format_size(LIMIT_BYTES)}", what=what, value=text)
     return int(exact)
+
+
+def parse_share(value: str, *, what: str = "size") -> int | float:
+    """Bytes, or a part of something: `4GB` is 4,000,000,000, `40%` is 0.4.
+
+    Args:
+        value: the text.
+        what: the name of the setting, for the error.
+
+    Raises:
+        InvalidSize: it is neither; the message lists the allowed forms.
+    """
+    text = value.strip()
+    if not text.endswith("%"):
+        return parse_size(text, what=what)
+    digits = text[:-1].strip()
+    if not re.fullmatch(r"\d+(?:\.\d+)?", digits, re.ASCII) or float(digits) > 100:
+        raise InvalidSize(f"{what} {value!r} is not a percentage from 0% to 100%", what=what, value=value)
+    return float(digits) / 100
 
 
 def format_size(size_bytes: int) -> str:

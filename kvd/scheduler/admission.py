@@ -5,12 +5,12 @@ May import kvd.errors, kvd.ids, kvd.vm and siblings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import compress, islice
 from typing import TYPE_CHECKING
 
 from kvd.errors import BudgetExceeded, ContextFull
-from kvd.ids import PageId
+from kvd.ids import Namespace, PageId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.requests import TurnRequest
@@ -95,12 +95,17 @@ def refuse_over_budget(core: EngineCore, agent: Agent, branch: Branch, tokens: i
         pages = most_pages(tokens, group.layer.window, core.chunk_tokens, PAGE_TOKENS)
         need += pages * page_bytes
         counts_whole.append(pages == whole)
-    pinned_pages = _pinned_pages(core, agent)
-    if pinned_pages:  # else nobody need look at each page of the branch
-        for segment in compress(core.pager.segments(branch.space), counts_whole):
-            for page in islice(_page_ids(segment), whole):
-                pinned_pages.pop(page, None)
-    pinned = sum(pinned_pages.values())
+
+    def pinned_beside(namespace: Namespace | None) -> int:
+        pages = _pinned_pages(core, agent, namespace)
+        if pages:  # else nobody need look at each page of the branch
+            for segment in compress(core.pager.segments(branch.space), counts_whole):
+                for page in islice(_page_ids(segment), whole):
+                    pages.pop(page, None)
+        return sum(pages.values())
+
+    _refuse_over_quota(core, agent, tokens, need, pinned_beside)
+    pinned = pinned_beside(None)
     usable = core.pager.usable_bytes
     if need + pinned > usable:
         beside = f" beside {pinned} bytes that other agents have pinned" if pinned else ""
@@ -128,11 +133,12 @@ def reserve(
         is_background=is_background,
         tail_bytes=tail_bytes if can_leave else None,
         whose=core.owner(branch.space)[0],
+        namespace=core.owner(branch.space)[0].namespace,
     )
 
 
 def refuse_pin_over_budget(core: EngineCore, agent: Agent) -> int:
-    """A pin that leaves no room for anything else would stop the daemon: half of what is usable may be pinned.
+    """A pin that leaves no room for anything else would stop the daemon: pins have a limit (`kvd.vm.pins`).
 
     Returns:
         Bytes that will be pinned, those of other agents included.
@@ -143,11 +149,24 @@ def refuse_pin_over_budget(core: EngineCore, agent: Agent) -> int:
     mine = dict(_pages(core, agent.branch))
     need = sum(mine.values())
     pinned = sum(page_bytes for page, page_bytes in _pinned_pages(core, agent).items() if page not in mine)
-    limit = core.pager.usable_bytes // 2
+    namespace = agent.ref.namespace
+    limit = core.pager.budget.pin_quota_bytes(namespace)
+    if limit < core.pager.budget.pin_limit_bytes:
+        beside = _pinned_pages(core, agent, namespace)
+        own = sum(page_bytes for page, page_bytes in beside.items() if page not in mine)
+        if own + need > limit:
+            raise BudgetExceeded(
+                f"pinning needs {need} bytes beside {own} pinned ones of namespace {namespace!r}; at most {limit} of "
+                "its quota may be pinned",
+                needed_bytes=need,
+                pinned_bytes=own,
+                limit_bytes=limit,
+                namespace=namespace,
+            )
+    limit = core.pager.budget.pin_limit_bytes
     if pinned + need > limit:
         raise BudgetExceeded(
-            f"pinning needs {need} bytes beside {pinned} pinned ones; at most half of the budget ({limit}) may be "
-            "pinned",
+            f"pinning needs {need} bytes beside {pinned} pinned ones; at most {limit} of the budget may be pinned",
             needed_bytes=need,
             pinned_bytes=pinned,
             limit_bytes=limit,
@@ -155,10 +174,35 @@ def refuse_pin_over_budget(core: EngineCore, agent: Agent) -> int:
     return pinned + need
 
 
-def _pinned_pages(core: EngineCore, besides: Agent) -> dict[PageId, int]:
-    """Bytes of all pages that pinned agents hold, without those of one agent."""
-    pinned = (agent for agent in core.agents if agent.pinned and agent is not besides)
-    return dict(page for agent in pinned for page in _pages(core, agent.branch))
+def _refuse_over_quota(
+    core: EngineCore, agent: Agent, tokens: int, need: int, pinned_beside: Callable[[Namespace], int]
+) -> None:
+    """Refuse what can never fit its namespace's quota beside what agents of it have pinned.
+
+    Raises:
+        BudgetExceeded: with the figures; nothing changed.
+    """
+    namespace = agent.ref.namespace
+    quota = core.pager.budget.quotas.get(namespace)
+    if quota is None:
+        return
+    pinned = pinned_beside(namespace)
+    if need + pinned > quota:
+        beside = f" beside {pinned} bytes that other agents of it have pinned" if pinned else ""
+        raise BudgetExceeded(
+            f"{tokens} tokens need {need} bytes of pages{beside}, the quota of namespace {namespace!r} is {quota}",
+            needed_bytes=need,
+            pinned_bytes=pinned,
+            namespace=namespace,
+            namespace_quota_bytes=quota,
+        )
+
+
+def _pinned_pages(core: EngineCore, besides: Agent, namespace: Namespace | None = None) -> dict[PageId, int]:
+    """Bytes of all pages that the pins of agents (of a namespace) hold, without those of one agent."""
+    agents = core.agents if namespace is None else core.agents.in_namespace(namespace)
+    pinned = (agent for agent in agents if agent.pinned and agent is not besides)
+    return dict(page for agent in pinned for page in core.pager.pinned_pages(agent.branch.space).items())
 
 
 def _pages(core: EngineCore, branch: Branch) -> Iterator[tuple[PageId, int]]:

@@ -226,15 +226,19 @@ class Agent:
             return self.refused
         return None if all(branch.durable for branch in self.branches.values()) else NOT_WRITTEN
 
-    def surplus_branches(self) -> list[Branch]:
-        """The branches to let go of when there are too many, least recently used first.
+    @property
+    def other_branches(self) -> list[Branch]:
+        """The branches beside the current one."""
+        return [branch for branch in self.branches.values() if branch.branch_id != self.current]
+
+    def spare_branches(self) -> list[Branch]:
+        """Of these, those that can be let go of, least recently used first.
 
         One that another branch's unwritten record leans on stays until that record is written.
         """
         leaned_on = {branch.baseline.parent for branch in self.branches.values()}
-        others = [branch for branch in self.branches.values() if branch.branch_id != self.current]
-        spare = [branch for branch in others if branch.branch_id not in leaned_on]
-        return sorted(spare, key=lambda branch: branch.last_used)[: max(0, len(others) - MAX_BRANCHES)]
+        spare = [branch for branch in self.other_branches if branch.branch_id not in leaned_on]
+        return sorted(spare, key=lambda branch: branch.last_used)
 
 
 @dataclass(frozen=True, slots=True)

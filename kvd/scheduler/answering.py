@@ -7,6 +7,7 @@ Owner: the engine thread. May import kvd.errors, kvd.ids, kvd.ops.logs and sibli
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from kvd.ids import RequestId
 from kvd.ops.logs import RequestLine
 from kvd.scheduler.messages import BY_CLIENT, HeldRequest, guarded
 from kvd.scheduler.places import MIN_RETRY_S, Place, Places, estimated_wait_s
-from kvd.scheduler.requests import JobRequest, Reply, TurnRequest
+from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -56,6 +57,10 @@ class Answering:
         if isinstance(request, TurnRequest) and request.timeout_s is not None:
             held.deadline_s = now_s + request.timeout_s
         return held
+
+    def waits(self, ref: AgentRef) -> bool:
+        """Whether a turn of the agent has not been answered yet."""
+        return any(isinstance(each.request, TurnRequest) and each.request.ref == ref for each in self.requests.values())
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
@@ -153,3 +158,14 @@ class Answering:
     def _now_s(self) -> float:
         assert self.core is not None
         return self.core.clock()
+
+
+def post(
+    loop: asyncio.AbstractEventLoop,
+    settle: Callable[[object, KvdError | None], None],
+    result: object,
+    error: KvdError | None,
+) -> None:
+    """Carry a reply from the engine thread to the loop; a loop that is gone (forced exit) has no one to tell."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(settle, result, error)

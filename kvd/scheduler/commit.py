@@ -120,6 +120,7 @@ def make_recordable(core: EngineCore, agent: Agent, branch: Branch, stop: Stop) 
     reservation = reserve(core, branch, refuse_over_budget(core, agent, branch, len(branch.tokens)))
     try:
         yield from until_in(core, reservation, stop)
+        refuse_over_budget(core, agent, branch, len(branch.tokens))  # the budget may be another by now
         core.memory.apply(Activated(branch.space))
         try:
             yield from fault_in(core, branch, stop)

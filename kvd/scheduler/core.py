@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 from kvd.config import MAX_BATCH
 from kvd.ids import FormatId, GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.model.cache import SequenceCache
-from kvd.model.forward import Forward
+from kvd.model.forward import Forward, clear_buffer_cache
 from kvd.model.loader import LoadedModel
 from kvd.quant.codec import CODEC_VERSION
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent
+from kvd.scheduler.limits import Limits, LimitSettings
 from kvd.scheduler.memory import Memory, SpaceFacts
 from kvd.scheduler.paging import Paging
+from kvd.scheduler.pressure import Pressure
 from kvd.scheduler.registry import AgentRegistry
 from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.reserving import Reservations
@@ -31,6 +33,7 @@ from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, hold_cut
 from kvd.scheduler.warm import WarmTier
 from kvd.vm.events import (
     Forked,
+    MemoryWanted,
     Pinned,
     RolledBack,
     SpaceClosed,
@@ -132,6 +135,8 @@ class EngineCore:
         clock: seconds, monotonic.
         log: told of what an operator wants to know: (event, facts).
         default_batch: requests that run at once unless the engine was told.
+        limits: what the daemon was started with.
+        pressure: watches the process's footprint; without it, it is measured and has no limit.
 
     Attributes:
         forgotten: pages nobody maps any more; their files go once no log names them.
@@ -157,6 +162,8 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         log: Callable[..., None],
         default_batch: int = 1,
+        limits: LimitSettings | None = None,
+        pressure: Pressure | None = None,
     ) -> None:
         self.default_batch = default_batch
         self.spec = loaded.spec
@@ -173,7 +180,9 @@ class EngineCore:
         self.forward = Forward(loaded.model, assisted=backend.name == "cpu")
         self.stats = EngineStatistics()
         self.thrashing = Thrashing(most=MAX_BATCH)
-        self.reservations = Reservations(lambda: pager.usable_bytes, self.thrashing)
+        self.reservations = Reservations(lambda: pager.usable_bytes, self.thrashing, lambda: pager.budget.quotas)
+        self.limits = Limits(self, limits if limits is not None else LimitSettings())
+        self.pressure = pressure if pressure is not None else Pressure()
         self.agents = AgentRegistry(self.new_branch)
         self._next_space = 1
         self._sequences: dict[SpaceId, SequenceCache] = {}
@@ -229,7 +238,7 @@ class EngineCore:
         branch_id = agent.next_branch
         agent.next_branch += 1
         space = self.open_space(agent.ref, branch_id, self.formats.default_ids)
-        self.memory.apply(SpaceCreated(space, self.page_bytes(space)))
+        self.memory.apply(SpaceCreated(space, self.page_bytes(space), agent.ref.namespace))
         return Branch(branch_id, space, self.formats.default_ids)
 
     def make_current(self, agent: Agent, branch: Branch) -> None:
@@ -253,11 +262,6 @@ class EngineCore:
         segments = zip(self.pager.segments(branch.space), self.page_bytes(branch.space), strict=True)
         return sum(page_bytes for segment, page_bytes in segments for page in segment.pages if page.shared_spaces == 1)
 
-    def close_surplus(self, agent: Agent) -> None:
-        """Let go of the least recently used branches beyond `MAX_BRANCHES`."""
-        for branch in agent.surplus_branches():
-            self.close_branch(agent, branch)
-
     def discard_agent(self, agent: Agent) -> None:
         """Forget an agent and its spaces; its log is the caller's business."""
         self.agents.remove(agent)
@@ -275,6 +279,10 @@ class EngineCore:
         self.memory.remove_space(space)
         self._owners.pop(space, None)
         self.forget_caches(space)
+
+    def is_open(self, space: SpaceId) -> bool:
+        """Whether a space has not been closed."""
+        return space in self._owners
 
     def owner(self, space: SpaceId) -> tuple[AgentRef, int]:
         """Agent and branch of a space."""
@@ -447,6 +455,22 @@ class EngineCore:
         return self.pager.dirty_pages(space)
 
     # ---- the end of things ------------------------------------------------------------------------------------------
+
+    def relieve(self) -> None:
+        """Look at the footprint; give up memory that nobody needs when it is too much, and say when that begins."""
+        before = self.pressure.level
+        wanted_bytes = self.pressure.look()
+        if wanted_bytes:
+            clear_buffer_cache()
+            self.memory.apply(MemoryWanted(wanted_bytes))
+        if "hard" in (before, self.pressure.level) and before != self.pressure.level:
+            is_short = self.pressure.level == "hard"
+            self.log(
+                "memory_short" if is_short else "memory_relieved",
+                level="warning" if is_short else "info",
+                footprint_bytes=self.pressure.footprint_bytes,
+                limit_bytes=self.pressure.hard_bytes,
+            )
 
     def forget_page(self, page: PageId) -> None:
         """Nobody maps the page. Its file goes once no log on disk names it any more (`kvd.scheduler.commit.sweep`)."""

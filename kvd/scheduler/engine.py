@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeGuard
 
@@ -35,6 +35,7 @@ from kvd.scheduler.importing import warm_first
 from kvd.scheduler.inbox import Inbox
 from kvd.scheduler.iterations import IterationPlanner
 from kvd.scheduler.jobs import run_job
+from kvd.scheduler.limits import LimitChange, unfitting
 from kvd.scheduler.messages import (
     BY_CLIENT,
     Call,
@@ -46,9 +47,10 @@ from kvd.scheduler.messages import (
     StoreAnswer,
     Submit,
     Work,
+    refuse,
 )
 from kvd.scheduler.places import Place
-from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest
+from kvd.scheduler.requests import JobRequest, Reply, TurnRequest
 from kvd.scheduler.state import (
     CancelWanted,
     DrainWanted,
@@ -64,13 +66,12 @@ from kvd.scheduler.state import (
     SchedulerEvent,
     Start,
     StopRunning,
-    Submitted,
     TellQueued,
 )
 from kvd.scheduler.steps import run_steps
 from kvd.scheduler.turn import TurnState, run_turn
 from kvd.scheduler.upkeep import Upkeep
-from kvd.scheduler.views import thrashing_facts
+from kvd.scheduler.views import health_facts
 from kvd.scheduler.waiting import Parked
 from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import Tick
@@ -159,6 +160,10 @@ class Engine:
         self._inbox.put(Call(function, future))
         return future
 
+    def configure(self, change: LimitChange) -> Future[object]:
+        """Change limits between two steps; the answer is `Limits.facts`, or what the change was refused with."""
+        return self.call(lambda core: self._configure(core, change))
+
     def drain(self) -> None:
         """Take no new requests; `drained` is set when the last one ended."""
         self._inbox.put(Drain())
@@ -177,13 +182,10 @@ class Engine:
     @property
     def queue_facts(self) -> dict[str, object]:
         """Counts of requests, and thrashing, for health; a snapshot without waiting for the engine."""
-        scheduler = self._scheduler
-        running, queued = scheduler.counts
-        facts: dict[str, object] = {"running": running, "queued": queued}
-        facts |= {"preempted": len(scheduler.preempted), "max_batch": scheduler.max_running}
-        if self._core is not None:
-            facts |= thrashing_facts(self._core)
-        return facts
+        running, queued = self._scheduler.counts
+        facts = {"running": running, "queued": queued, "preempted": len(self._scheduler.preempted)}
+        more = health_facts(self._core) if self._core is not None else {}
+        return {**facts, "max_batch": self._scheduler.max_running, **more}
 
     # ---- the engine thread ------------------------------------------------------------------------------------------
 
@@ -215,6 +217,7 @@ class Engine:
         began_s, slept_s = core.clock(), 0.0
         self._take_messages(block=False)
         self._tick()
+        core.limits.settle()
         core.reservations.review()
         self._tell_places()
         ready = [held for held in (*self._beside, *self._running.values()) if held.can_go_on()]
@@ -320,11 +323,13 @@ class Engine:
         match message:
             case Submit(request, reply):
                 held = self._answering.take(request, reply)
-                if self._can_run_beside(request):
+                if (refusal := self._core.pressure.refusal(request)) is not None:
+                    self._answering.answer(request.request_id, None, refusal)
+                elif self._can_run_beside(request):
                     held.work = warm_first(self._core, held.agents, held.stop, run_job(self._core, request, held.stop))
                     self._beside.append(held)
                 else:
-                    self._schedule(self._submitted(held))
+                    self._schedule(held.submitted)
             case Cancel(request_id, reason):
                 self._cancel(request_id, reason)
             case StoreAnswer(result):
@@ -347,13 +352,13 @@ class Engine:
                 found.end_early()
         self._schedule(CancelWanted(request_id))
 
-    @staticmethod
-    def _submitted(held: HeldRequest) -> Submitted:
-        request = held.request
-        priority = request.priority if isinstance(request, TurnRequest) else "interactive"
-        return Submitted(
-            request.request_id, first=held.internal, agents=held.agents, client=request.connection, priority=priority
-        )
+    def _configure(self, core: EngineCore, change: LimitChange) -> Mapping[str, object]:
+        if change != LimitChange():
+            core.limits.change(change)
+            for request_id, error in tuple(unfitting(self._requests)):
+                self._requests[request_id].refusal = error
+                self._cancel(request_id, error.message)
+        return core.limits.facts()
 
     def _look_drained(self) -> None:
         if self._draining and self._scheduler.is_idle and not self._beside:
@@ -394,7 +399,7 @@ class Engine:
                 case DropQueued(request_id):
                     request = self._requests[request_id].request
                     self._answering.drop_queued(request_id)
-                    self._core.paging.ended(request, has_run=False, waits=self._waits)
+                    self._core.paging.ended(request, has_run=False, waits=self._answering.waits)
                 case RefuseBusy(request_id, queued):
                     self._answering.refuse_busy(request_id, queued)
                 case RefuseDraining(request_id):
@@ -403,7 +408,9 @@ class Engine:
 
     def _start(self, held: HeldRequest) -> None:
         assert self._core is not None
-        if isinstance(held.request, TurnRequest):
+        if (refusal := self._core.pressure.refusal(held.request)) is not None:  # memory got short while it waited
+            held.work = refuse(refusal)
+        elif isinstance(held.request, TurnRequest):
             held.state = TurnState(held.request, held.submitted_s)
             held.state.times.queued_s = self._core.clock() - held.submitted_s
             held.work = warm_first(self._core, held.agents, held.stop, run_turn(self._core, held.state))
@@ -428,7 +435,7 @@ class Engine:
         except StopIteration as stop:
             result = stop.value
         except KvdError as caught:
-            error = caught
+            error = held.told(caught)
             if isinstance(caught, InternalError):
                 self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
         except Exception as caught:  # one request's bug must not end the daemon
@@ -437,7 +444,7 @@ class Engine:
         self._core.stats.requests += not held.internal
         request_id = held.request.request_id
         self._answering.answer(request_id, result, error)
-        self._core.paging.ended(held.request, has_run=held.has_held_pages, waits=self._waits)
+        self._core.paging.ended(held.request, has_run=held.has_held_pages, waits=self._answering.waits)
         if self._check:
             self._core.pager.check_integrity()
         if self._running.pop(request_id, None) is not None:
@@ -455,11 +462,6 @@ class Engine:
         self._parked[request_id] = self._running.pop(request_id)
         self._schedule(Preempted(request_id))
 
-    def _waits(self, ref: AgentRef) -> bool:
-        """Whether a turn of the agent has not been answered yet."""
-        turns = (held.request for held in self._requests.values() if isinstance(held.request, TurnRequest))
-        return any(request.ref == ref for request in turns)
-
     def _tick(self) -> None:
         assert self._core is not None
         for request_id, reason in self._answering.overdue().items():
@@ -470,6 +472,7 @@ class Engine:
         self._last_tick_s = now
         self._core.memory.apply(Tick())
         self._core.paging.tick()
+        self._core.relieve()
         sweep(self._core)
         if self._scheduler.is_idle:
             self._keep_up(idle=True)
@@ -486,7 +489,7 @@ class Engine:
         assert self._core is not None
         request = JobRequest(self.new_request_id(), agent.ref, operation, internal=True)
         reply = self._saved if operation == "save" else lambda result, error: None
-        self._schedule(self._submitted(self._answering.take(request, reply)))
+        self._schedule(self._answering.take(request, reply).submitted)
 
     def _saved(self, result: object, error: KvdError | None) -> None:
         assert self._upkeep is not None

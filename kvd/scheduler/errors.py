@@ -4,6 +4,8 @@ CallerError
 ├── MethodNotFound
 └── Unsupported
 EnvironmentFault
+├── Busy
+│   └── MemoryPressure    the process takes more of the machine's memory than it may
 ├── NotDeleted
 └── NotReady
 InternalError
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import islice
 
-from kvd.errors import AgentNotFound, CallerError, EnvironmentFault, InternalError
+from kvd.errors import AgentNotFound, Busy, CallerError, EnvironmentFault, InternalError
 
 MAX_CLOSE_NAMES = 3
 MAX_COMPARED_NAMES = 200
@@ -30,6 +32,12 @@ class EngineBroken(BaseException):
 
     Not an Exception, so that no request can take it for its own fault and go on.
     """
+
+
+class MemoryPressure(Busy):
+    """The process takes more of the machine's memory than it may; what runs goes on, what is new comes again later."""
+
+    name = "memory_pressure"
 
 
 class MethodNotFound(CallerError):

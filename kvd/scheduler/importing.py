@@ -103,7 +103,7 @@ def _import_file(core: EngineCore, ref: AgentRef, path: Path, *, replaces: bool,
     layouts = yield from _known_layouts(core, reader)
     data = yield from file_step(core, path, lambda hands: reader.part(hands.fs, "record"))
     record = _checked_record(core, reader, data, layouts)
-    _refuse_too_large(core, header, layouts)
+    _refuse_too_large(core, ref, header, layouts)
     agent = old if old is not None else Agent(ref, created_s=time.time())
     record = _own_record(core, agent, record)
     written: list[PageId] = []
@@ -221,7 +221,7 @@ def _checked_record(
     return record
 
 
-def _refuse_too_large(core: EngineCore, header: AgentFileHeader, layouts: Sequence[PageLayout]) -> None:
+def _refuse_too_large(core: EngineCore, ref: AgentRef, header: AgentFileHeader, layouts: Sequence[PageLayout]) -> None:
     """An agent that could never run here is refused now, not when somebody needs it."""
     if header.tokens > core.spec.context_tokens:
         raise context_full(core, header.tokens, 0)
@@ -230,6 +230,14 @@ def _refuse_too_large(core: EngineCore, header: AgentFileHeader, layouts: Sequen
         most_pages(header.tokens, group.layer.window, core.chunk_tokens, PAGE_TOKENS) * layout.payload_bytes
         for group, layout in groups
     )
+    quota = core.pager.budget.quotas.get(ref.namespace)
+    if quota is not None and needed > quota:
+        raise BudgetExceeded(
+            f"{header.tokens} tokens need {needed} bytes of pages, the quota of namespace {ref.namespace!r} is {quota}",
+            needed_bytes=needed,
+            namespace=ref.namespace,
+            namespace_quota_bytes=quota,
+        )
     if needed > core.pager.usable_bytes:
         raise BudgetExceeded(
             f"{header.tokens} tokens need {needed} bytes of pages, the budget leaves {core.pager.usable_bytes}",

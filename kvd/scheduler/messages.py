@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvd.errors import KvdError
+from kvd.errors import Cancelled, KvdError
 from kvd.ids import AgentId, RequestId
 from kvd.ops.logs import RequestLine
 from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest, TurnResult
-from kvd.scheduler.state import Preempt, Prioritise
+from kvd.scheduler.state import Preempt, Prioritise, Submitted
 from kvd.scheduler.turn import TurnState
 from kvd.scheduler.waiting import StepWanted, Wait
 from kvd.store.swap_ops import SwapResult
@@ -86,6 +86,7 @@ class HeldRequest:
         deadline_s: when it is cancelled at the latest; None for never.
         stop_reason: why it is to end early, if it is.
         stopping: it is.
+        refusal: the error that it ends with when it ends early, since it can never fit any more.
     """
 
     request: TurnRequest | JobRequest
@@ -99,6 +100,7 @@ class HeldRequest:
     deadline_s: float | None = None
     stop_reason: str = BY_CLIENT
     stopping: bool = False
+    refusal: KvdError | None = None
 
     def stop(self) -> str | None:
         """Why a control operation is to end early; None while it may go on."""
@@ -109,6 +111,13 @@ class HeldRequest:
         self.stopping = True
         if self.state is not None:
             self.state.cancelled, self.state.cancel_reason = True, self.stop_reason
+
+    def told(self, error: KvdError) -> KvdError:
+        """What its caller is told of an error: one that was refused in the middle ends as a cancelled one does."""
+        if self.refusal is None or not isinstance(error, Cancelled):
+            return error
+        self.refusal.data |= error.data
+        return self.refusal
 
     def make_way(self, instruction: Preempt | Prioritise) -> None:
         """Do what the scheduler wants of a turn that has started; others have no slot or priority to lose."""
@@ -147,6 +156,15 @@ class HeldRequest:
     def agents(self) -> tuple[AgentRef, ...]:
         """The agents it works on, alone."""
         return agents_of(self.request)
+
+    @property
+    def submitted(self) -> Submitted:
+        """What the scheduler has to know of it."""
+        request = self.request
+        priority = request.priority if isinstance(request, TurnRequest) else "interactive"
+        return Submitted(
+            request.request_id, first=self.internal, agents=self.agents, client=request.connection, priority=priority
+        )
 
     @property
     def step(self) -> StepWanted | None:
@@ -212,3 +230,9 @@ def guarded(
             failed(caught)
 
     return emit_guarded
+
+
+def refuse(error: KvdError) -> Generator[Wait, None, object]:
+    """The work of a request that is not to run."""
+    raise error
+    yield  # a generator like any other work

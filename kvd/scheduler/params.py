@@ -9,9 +9,11 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, get_args
 
+from kvd.config import MAX_NAME_CHARACTERS
 from kvd.errors import InvalidParams
 from kvd.ids import AgentId, Namespace
 from kvd.model.grammar_text import CallChoice
+from kvd.ops.sizes import parse_size
 from kvd.scheduler.chat_params import checked_choice, checked_format, checked_messages, checked_tools
 from kvd.scheduler.logprobs import MAX_ALTERNATIVES, MAX_ENTRIES
 from kvd.scheduler.plain_values import check_plain, check_text
@@ -37,7 +39,6 @@ TURN_NAMES = (
     *SAMPLING_NAMES,
 )
 CHAT_NAMES = ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
-MAX_NAME_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
 MAX_TIMEOUT_S = 1_000_000
@@ -117,6 +118,45 @@ class Params:
     def optional_integer(self, name: str, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
         """An integer in [low, high], or None when absent."""
         return None if self._raw.get(name) is None else self.integer(name, low=low, high=high)
+
+    def size(self, name: str) -> int | None:
+        """Bytes: an integer, or a size as the command line takes it; None when absent.
+
+        Raises:
+            InvalidParams: naming the allowed forms.
+        """
+        value = self._raw.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise InvalidParams(
+                f"{name} must be bytes or a size such as 512MiB or 10.2GB, not {type(value).__name__}", parameter=name
+            )
+        try:
+            return parse_size(value, what=name)
+        except InvalidParams as error:
+            error.data["parameter"] = name
+            raise
+
+    def namespace_sizes(self, name: str) -> dict[Namespace, int | None]:
+        """A map of namespaces to sizes, nil for none; empty when absent.
+
+        Raises:
+            InvalidParams: naming the place in the map, and the allowed forms.
+        """
+        sizes: dict[Namespace, int | None] = {}
+        for key, value in (self.mapping(name) or {}).items():
+            if not isinstance(key, str):
+                raise InvalidParams(f"{name} must map namespaces to sizes, not {type(key).__name__}", parameter=name)
+            place = f"{name}[{key[:40]!r}]"
+            check_text(place, key, parameter=name)
+            namespace = Namespace(self._checked_name(place, key, parameter=name))
+            try:
+                sizes[namespace] = None if value is None else Params(self._method, {place: value}).size(place)
+            except InvalidParams as error:
+                error.data["parameter"] = name
+                raise
+        return sizes
 
     def number(self, name: str, default: float) -> float:
         """A float; NaN is refused."""

@@ -12,6 +12,10 @@ the one that was let in first, when the budget shrinks below what is held. A req
 its next step boundary and asks again later. It keeps the bytes of its open pages, which are nowhere but in RAM. If
 these alone stand between the first in line and its place, they are given up: their tokens are computed again.
 
+A *namespace* with a quota (`kvd.vm.budget`) lets in as many of its requests as its quota holds, one at least. Those
+that wait for their own namespace alone are overtaken by others, never by a smaller one of theirs; background requests
+of it make way for its `interactive` ones.
+
 While the pool thrashes (`kvd.scheduler.thrashing`) two things change. No more requests are let in than its limit says.
 And agents that ran last, as many as fit together, are left to go on: a request of another one, whose pages would push
 theirs out, is *held back* while others hold pages, until it was overtaken `MAX_OVERTAKEN` times or has waited
@@ -23,9 +27,10 @@ Owner: the engine thread. May import siblings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
+from kvd.ids import DEFAULT_NAMESPACE, Namespace
 from kvd.scheduler.state import MAX_PASSED, MAX_PREEMPTIONS
 from kvd.scheduler.thrashing import Thrashing
 
@@ -48,6 +53,7 @@ class Reservation:
         preemptions: how often it left its place.
         passed: how often it was overtaken since it asked.
         whose: the agent; None is nobody's, and never held back.
+        namespace: the agent's.
         ticks: seconds it has waited since it asked.
     """
 
@@ -60,6 +66,7 @@ class Reservation:
     preemptions: int = 0
     passed: int = 0
     whose: Hashable = None
+    namespace: Namespace = DEFAULT_NAMESPACE
     ticks: int = 0
 
     @property
@@ -74,15 +81,23 @@ class Reservations:
     Args:
         usable_bytes: what all together may hold.
         thrashing: whether admission is to slow down, and how far.
+        quotas: what namespaces may hold, where that is bounded.
 
     Attributes:
         changes: grows whenever a place may have changed.
     """
 
-    def __init__(self, usable_bytes: Callable[[], int], thrashing: Thrashing | None = None) -> None:
+    def __init__(
+        self,
+        usable_bytes: Callable[[], int],
+        thrashing: Thrashing | None = None,
+        quotas: Callable[[], Mapping[Namespace, int]] = dict,
+    ) -> None:
         self._usable_bytes = usable_bytes
         self._thrashing = thrashing
+        self._quotas = quotas
         self._seen_usable_bytes = 0
+        self._seen_quotas: Mapping[Namespace, int] = {}
         self._waiting: list[Reservation] = []
         self._held: list[Reservation] = []
         self._keeping: list[Reservation] = []
@@ -121,9 +136,10 @@ class Reservations:
         is_background: bool = False,
         tail_bytes: int | None = None,
         whose: Hashable = None,
+        namespace: Namespace = DEFAULT_NAMESPACE,
     ) -> Reservation:
         """Take a place in the line; `release` gives it, or what it turned into, back."""
-        asked = Reservation(reserved_bytes, is_background, tail_bytes, whose=whose)
+        asked = Reservation(reserved_bytes, is_background, tail_bytes, whose=whose, namespace=namespace)
         self.ask_again(asked)
         return asked
 
@@ -184,8 +200,8 @@ class Reservations:
         self._let_in()
 
     def review(self) -> None:
-        """What is usable may have changed."""
-        if self._usable_bytes() != self._seen_usable_bytes:
+        """What is usable, or a quota, may have changed."""
+        if self._usable_bytes() != self._seen_usable_bytes or self._quotas() != self._seen_quotas:
             self._let_in()
 
     def tick(self) -> None:
@@ -209,12 +225,12 @@ class Reservations:
 
     def _let_in(self) -> None:
         self.changes += 1
-        self._seen_usable_bytes = self._usable_bytes()
+        self._seen_usable_bytes, self._seen_quotas = self._usable_bytes(), dict(self._quotas())
         while (first := self._first()) is not None:
             if not (self._fits(first) if self._held else self._make_kept_room(first)):
                 break
             self._admit(first)
-        wanted = self._wanted()
+        wanted = (*self._wanted(), *self._wanted_in_namespaces())
         for each in self._held:
             each.is_wanted = each in wanted
 
@@ -243,8 +259,20 @@ class Reservations:
 
     def _first(self) -> Reservation | None:
         """Who is let in next; None when nobody waits, or all who do are held back."""
-        free = [each for each in self._waiting if not self._held_back(each)]
-        return min(free if self._held else free or self._waiting, key=_rank, default=None)
+        full: set[Namespace] = set()
+        for each in sorted((each for each in self._waiting if not self._held_back(each)), key=_rank):
+            if each.namespace not in full and not self._exceeds_quota(each):
+                return each
+            full.add(each.namespace)  # nobody of it overtakes this one because it is smaller
+        return None if self._held else min(self._waiting, key=_rank, default=None)
+
+    def _exceeds_quota(self, each: Reservation) -> bool:
+        """Whether a request has to wait for others of its namespace; the only one of it never has."""
+        quota_bytes = self._quotas().get(each.namespace)
+        if quota_bytes is None:
+            return False
+        others = [other.reserved_bytes for other in self._held if other.namespace == each.namespace]
+        return bool(others) and sum(others) + each.reserved_bytes > quota_bytes
 
     def _held_back(self, each: Reservation) -> bool:
         """Whether others may overtake it: its pages would push out those of agents that ran last."""
@@ -294,6 +322,27 @@ class Reservations:
                 chosen.append(each)
         # when nobody is left who holds anything, the first in line is let in whatever it needs
         return tuple(chosen if self._fits(first, tuple(chosen)) or len(chosen) == len(self._held) else goes)
+
+    def _wanted_in_namespaces(self) -> list[Reservation]:
+        """The same for those that wait for their own namespace: places of its background requests, if that helps."""
+        wanted: list[Reservation] = []
+        for namespace, quota_bytes in self._quotas().items():
+            first = min((each for each in self._waiting if each.namespace == namespace), key=_rank, default=None)
+            if first is None or first.is_background or not self._exceeds_quota(first):
+                continue
+            held = [each for each in self._held if each.namespace == namespace]
+            left_bytes = sum(map(_bytes, held))
+            chosen: list[Reservation] = []
+            for each in reversed(held):
+                if left_bytes + first.reserved_bytes <= quota_bytes:
+                    break
+                if each.is_background and not each.is_immune and each.tail_bytes is not None:
+                    chosen.append(each)
+                    left_bytes -= each.reserved_bytes
+            is_enough = left_bytes + first.reserved_bytes <= quota_bytes or len(chosen) == len(held)
+            if is_enough and self._fits(first, tuple(chosen)):
+                wanted += chosen
+        return wanted
 
 
 def _bytes(reservation: Reservation) -> int:

@@ -1,7 +1,7 @@
 """Agents as recovery found them in the data folder, back in the engine: nothing is read but what their logs said.
 
 Pages stay on disk and are faulted in when somebody needs them. What cannot be used as it is (pages in a format nobody
-knows any more, pins beyond the budget of this run) is given up in words, never silently.
+knows any more, pins beyond the limit of this run) is given up in words, never silently.
 
 Runs on the engine thread, before the first request; imports restore their branch the same way. May import kvd.errors,
 kvd.ids, kvd.store, kvd.vm.events and siblings.
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.errors import BudgetExceeded
 from kvd.ids import AgentId, GroupId, Namespace
-from kvd.scheduler.admission import refuse_pin_over_budget
 from kvd.scheduler.agents import Agent, Branch, mark_committed
 from kvd.scheduler.requests import AgentRef
 from kvd.store.agent_image import AgentImage, BranchImage
@@ -82,7 +80,11 @@ def restore_branch(core: EngineCore, ref: AgentRef, branch_id: int, stored: Bran
         for segment in segments
     )
     page_bytes = core.page_bytes(space)
-    core.memory.apply(SpaceRestored(space, page_bytes, images) if images else SpaceCreated(space, page_bytes))
+    core.memory.apply(
+        SpaceRestored(space, page_bytes, images, ref.namespace)
+        if images
+        else SpaceCreated(space, page_bytes, ref.namespace)
+    )
     branch = Branch(
         branch_id,
         space,
@@ -100,15 +102,13 @@ def restore_branch(core: EngineCore, ref: AgentRef, branch_id: int, stored: Bran
 
 
 def _pin(core: EngineCore, notices: list[str]) -> None:
-    """Pin again what was pinned, as far as the budget of this run allows: the rest would block everything."""
-    pinned = [agent for agent in core.agents if agent.pinned]
-    for agent in pinned:
-        agent.pinned = False
-    for agent in pinned:
-        try:
-            refuse_pin_over_budget(core, agent)
-        except BudgetExceeded as error:
-            notices.append(f"agent {agent.ref} is not pinned any more: {error.message}")
+    """Pin again what was pinned; pins hold as much of it as the limit of this run allows."""
+    for agent in core.agents:
+        if not agent.pinned:
             continue
-        agent.pinned = True
-        core.memory.apply(Pinned(agent.branch.space))
+        space = agent.branch.space
+        core.memory.apply(Pinned(space))
+        held, needed = sum(core.pager.pinned_pages(space).values()), core.pager.residency(space).needed_bytes
+        if held < needed:
+            limit = core.pager.budget.pin_limit_bytes
+            notices.append(f"agent {agent.ref} needs {needed} bytes and its pin holds {held}: pins may hold {limit}")

@@ -23,12 +23,14 @@ from kvd.model.recall import HeldText, needs_tokens
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler import views
+from kvd.scheduler.answering import post
 from kvd.scheduler.chat import AnswerStream, ChatCall, Emit, Prepared, held_texts
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported, with_close_names
 from kvd.scheduler.file_steps import port_path
 from kvd.scheduler.injected import injected, injected_into
+from kvd.scheduler.limits import LimitChange
 from kvd.scheduler.params import CHAT_NAMES, MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
 from kvd.store.agent_file import read_header
@@ -100,6 +102,7 @@ class KvdService:
             "residency": self._residency,
             "statistics": self._statistics,
             "model.info": self._model_info,
+            "configure": self._configure,
             "drain": self._drain,
             "shutdown": self._shutdown,
         }
@@ -285,7 +288,7 @@ class KvdService:
             else:
                 future.set_result(result)
 
-        self._engine.submit(request, lambda result, error: _post(loop, settle, result, error))
+        self._engine.submit(request, lambda result, error: post(loop, settle, result, error))
         context.on_cancel(lambda: self._engine.cancel(request.request_id))
         return await future
 
@@ -413,6 +416,15 @@ class KvdService:
         await self._wait_ready()
         return dict(self._facts)
 
+    async def _configure(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("budget", "namespace_quotas")
+        change = LimitChange(params.size("budget"), params.namespace_sizes("namespace_quotas"))
+        await self._wait_ready()
+        facts = await asyncio.wrap_future(self._engine.configure(change))
+        assert isinstance(facts, dict)
+        self._facts["budget_bytes"] = facts["budget_bytes"]
+        return facts
+
     # ---- life -------------------------------------------------------------------------------------------------------
 
     @property
@@ -483,14 +495,3 @@ class KvdService:
         await self._wait_ready()
         assert self._codec is not None
         return self._codec, self._template
-
-
-def _post(
-    loop: asyncio.AbstractEventLoop,
-    settle: Callable[[object, KvdError | None], None],
-    result: object,
-    error: KvdError | None,
-) -> None:
-    """Carry a reply from the engine thread to the loop; a loop that is gone (forced exit) has no one to tell."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(settle, result, error)

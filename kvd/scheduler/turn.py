@@ -30,6 +30,7 @@ from kvd.errors import Cancelled, InvalidParams, KvdError
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.admission import new_tokens, refuse_long_text, refuse_over_budget, reserve
 from kvd.scheduler.agents import Agent, Branch
+from kvd.scheduler.branches import close_surplus
 from kvd.scheduler.commit import Committed, Committing, commit
 from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
@@ -142,7 +143,8 @@ class Plan:
             BudgetExceeded: that is more than there can be.
         """
         tokens = self.match.keep_tokens + len(self.ids) + self.max_tokens
-        return refuse_over_budget(core, agent, self.source, tokens)
+        # a turn that commits may have let go of the branch it began with
+        return refuse_over_budget(core, agent, self.source if core.is_open(self.source.space) else agent.branch, tokens)
 
     def drop(self, core: EngineCore) -> None:
         """It is not carried out: let go of what it maps."""
@@ -450,8 +452,10 @@ def _generate(generation: Generation, request: TurnRequest, *, replaying: bool) 
 def _commit(core: EngineCore, agent: Agent, branch: Branch, *, gained: bool) -> Committing:
     if not gained or branch.behind:
         return Committed(agent.unsaved)  # cancelled before it came to anything: the log has all there is
-    core.close_surplus(agent)
-    return (yield from commit(core, agent, branch, "turn"))
+    close_surplus(core, agent)
+    done = yield from commit(core, agent, branch, "turn")
+    close_surplus(core, agent)  # now the branch that this one leaned on can go, too
+    return done
 
 
 def _salvage(

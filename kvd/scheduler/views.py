@@ -6,11 +6,12 @@ Functions here run on the engine thread between two steps and change nothing.
 from __future__ import annotations
 
 from kvd.ids import Namespace
-from kvd.model.forward import stated_scratch_bytes
+from kvd.model.forward import array_memory, stated_scratch_bytes
 from kvd.ops.footprint import measure_footprint
 from kvd.ops.open_things import count_open_files, count_threads
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
+from kvd.scheduler.branches import other_branch_bytes
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.requests import AgentRef
 from kvd.vm.page import READABLE
@@ -27,6 +28,8 @@ def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
         "computed_tokens": branch.computed,
         "text_bytes": len(branch.text),
         "branches": len(agent.branches),
+        "other_branch_bytes": other_branch_bytes(core, agent),
+        "branch_limit_bytes": core.limits.branch_limit_bytes,
         "pages": now.total_pages,
         "behind_window_pages": now.behind_window_pages,
         "resident_pages": now.resident_pages,
@@ -37,6 +40,7 @@ def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
         "needed_bytes": now.needed_bytes,
         "total_bytes": now.total_bytes,
         "pinned": agent.pinned,
+        "pinned_bytes": sum(core.pager.pinned_pages(branch.space).values()),
         "durable": agent.unsaved is None,
         "durable_reason": agent.unsaved,
         "kv_format": ", ".join(dict.fromkeys(branch.format_ids)),
@@ -102,11 +106,12 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
     }
 
 
-def thrashing_facts(core: EngineCore) -> dict[str, object]:
-    """Whether the pool thrashes; may be asked from any thread, since it reads single values."""
+def health_facts(core: EngineCore) -> dict[str, object]:
+    """Whether the pool thrashes, and memory is short; may be asked from any thread, since it reads single values."""
     return {
         "thrashing": core.thrashing.is_thrashing,
         "refault_rate": round(core.thrashing.refault_rate, 4),
+        "memory_pressure": core.pressure.level,
     }
 
 
@@ -118,9 +123,12 @@ def statistics(core: EngineCore) -> dict[str, object]:
     hands = core.memory.statistics
     ahead = pager.prefetched
     predictor = core.paging.predictor
+    arrays = array_memory()
     return {
         "budget_bytes": pager.budget_bytes,
         "usable_bytes": pager.usable_bytes,
+        "high_mark_bytes": pager.high_mark_bytes,
+        "low_mark_bytes": pager.low_mark_bytes,
         "resident_bytes": pager.resident_bytes,
         "packed_bytes": pager.packed_bytes,
         "peak_resident_bytes": pager.peak_resident_bytes,
@@ -128,6 +136,12 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "in_flight_bytes": pager.in_flight_bytes,
         "dirty_bytes": pager.dirty_bytes,
         "pinned_bytes": pager.pinned_bytes,
+        "pin_limit_bytes": pager.pin_limit_bytes,
+        "unpinned_bytes": pager.unpinned_bytes,
+        "namespaces": {
+            name: {"resident_bytes": pager.namespaces.get(name, 0), "quota_bytes": pager.quotas.get(name)}
+            for name in sorted({*pager.namespaces, *pager.quotas})
+        },
         "frame_bytes": pool.slab_bytes,
         "frames": pool.frames,
         "pages": dict(pager.pages),
@@ -136,6 +150,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "behind_window_bytes": pager.behind_window_bytes,
         "eviction": pager.eviction,
         "evictions": pager.evictions,
+        "reclaimed": pager.reclaimed,
         "window_drops": pager.window_drops,
         "tails_packed": pager.packs,
         "tails_unpacked": pager.unpacks,
@@ -192,6 +207,12 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "records_written": core.stats.records_written,
         "agents": len(core.agents),
         "footprint_bytes": measure_footprint().footprint_bytes,
+        "footprint_limit_bytes": core.pressure.hard_bytes,
+        "memory_pressure": core.pressure.level,
+        "memory_refusals": core.pressure.refusals,
+        "mlx_active_bytes": arrays.active_bytes,
+        "mlx_cache_bytes": arrays.cache_bytes,
+        "mlx_peak_bytes": arrays.peak_bytes,
         "open_files": count_open_files(),
         "threads": count_threads(),
         "scratch_bytes": stated_scratch_bytes(core.spec),

@@ -57,6 +57,7 @@ async def test_every_method(path: Path) -> None:
         assert (await client.import_agent("/tmp/f", agent="b")).agent == "b"
         assert (await client.residency("z"))["agents"][0]["agent"] == "z"
         assert (await client.statistics()).tokens_computed == 7
+        assert (await client.configure(budget=5)).converging == ("budget",)
         assert (await client.model_info())["name"] == "tiny"
         assert (await client.health()).ready
         assert (await client.hello())["protocol"] == 1
@@ -169,7 +170,7 @@ async def test_closing_cancels(path: Path) -> None:
 
 def test_the_service_is_the_documented_one() -> None:
     """The fake has a handler for each method that the clients call."""
-    methods = "hello generate chat inject tokenize residency statistics model_info health drain shutdown"
+    methods = "hello generate chat inject tokenize residency statistics configure model_info health drain shutdown"
     agents = "list info fork rollback pin unpin prefetch evict delete export import"
     names = [f"do_{name}" for name in methods.split()] + [f"do_agent_{name}" for name in agents.split()]
     assert all(callable(getattr(FakeService, name)) for name in names)

@@ -37,7 +37,7 @@ AGENT_COMMANDS = [
     "show",
     "unpin",
 ]
-DAEMON_COMMANDS = ["drain", "health", "model", "shutdown", "stats"]
+DAEMON_COMMANDS = ["budget", "drain", "health", "model", "shutdown", "stats"]
 COMMANDS = sorted(TEXT_COMMANDS + AGENT_COMMANDS + DAEMON_COMMANDS)
 END_FIELDS = [
     "text",

@@ -26,7 +26,7 @@ DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 METHODS = (
     "hello generate chat inject tokenize agent.list agent.info agent.fork agent.rollback agent.pin agent.unpin "
     "agent.prefetch agent.evict agent.delete agent.export agent.import residency statistics "
-    "model.info health drain shutdown"
+    "model.info configure health drain shutdown"
 )
 
 

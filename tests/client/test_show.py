@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd_client.cli_show import agent_line, agent_table, fact_lines, format_name, size
+from kvd_client.cli_show import agent_line, agent_table, fact_lines, format_name, limit_lines, size
 from kvd_client.residency import BEHIND_MARK, LEGEND, PAGE_MARKS, branch_marks, residency_lines
 
 
@@ -88,6 +88,36 @@ def test_an_action_tells_what_is_not_safe() -> None:
     assert line == "a evicted: 131072 tokens, 1.2 GB in RAM, 1 page only on disk, 2 pages behind the window"
     line = agent_line("a pinned", agent("a", durable=False, durable_reason="disk full"))
     assert line == "a pinned: 131072 tokens, 1.2 GB in RAM, 512 pages only on disk; NOT durable (disk full)"
+
+
+def test_limits_say_what_they_bound_and_how_long_they_last() -> None:
+    """What is changed until a restart, and what is not met yet, is said in words; what is not known is left out."""
+    limits = {
+        "budget_bytes": 4_000_000_000,
+        "start_budget_bytes": 10_200_000_000,
+        "largest_budget_bytes": 12_000_000_000,
+        "usable_bytes": 3_700_000_000,
+        "resident_bytes": 5_000_000_000,
+        "high_mark_bytes": 3_600_000_000,
+        "low_mark_bytes": 3_500_000_000,
+        "pin_limit_bytes": 1_800_000_000,
+        "footprint_bytes": 6_000_000_000,
+        "footprint_limit_bytes": None,
+        "namespace_quotas": {"work": 2_000_000_000},
+        "until_restart": ("budget",),
+        "converging": ("budget",),
+    }
+    assert limit_lines(limits) == [
+        "budget     4.0 GB, at most 12.0 GB here; requests may take 3.7 GB of it",
+        "resident   5.0 GB",
+        "marks      idle pages beyond 3.6 GB go, down to 3.5 GB",
+        "pins       may hold 1.8 GB",
+        "footprint  6.0 GB",
+        "quota      work: 2.0 GB",
+        "The next start has 10.2 GB again; `kvd serve --budget` sets it for good.",
+        "More than the budget is still held: it goes as soon as it is written, or its requests end.",
+    ]
+    assert limit_lines({"budget_bytes": 5})[0] == "budget     5 B; requests may take 0 B of it"
 
 
 def test_a_page_is_a_mark() -> None:

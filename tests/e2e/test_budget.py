@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvd_client import errors
+from kvd_client.stream import StreamEvent
 from tests.support.daemon import Daemon, short_folder
 from tests.support.prose import prose
 
@@ -135,7 +136,7 @@ def test_pins_leave_room_for_others(small: Daemon) -> None:
     client.inject("pin-1", prose(300, "pin-1"))
     client.pin("pin-1")
     client.inject("pin-2", prose(1200, "pin-2"))
-    with pytest.raises(errors.BudgetExceeded, match="half of the budget"):
+    with pytest.raises(errors.BudgetExceeded, match="of the budget may be pinned"):
         client.pin("pin-2")
     assert not client.agent_info("pin-2").pinned
     for i in range(4):
@@ -194,3 +195,67 @@ def test_a_branch_that_was_left_makes_room_and_flipping_back_to_it_is_a_hit(smal
     assert (there.match, there.cached_tokens) == ("exact", there.prompt_tokens - 1)
     for name in ("flips", *(f"squeeze-{i}" for i in range(3))):
         client.delete(name)
+
+
+SMALL_BYTES = 1_000_000
+"""Of nine pages: one agent of the tests below, not two."""
+
+
+def test_the_budget_moves_under_running_turns(small: Daemon) -> None:
+    """P21, P22: shrunk, turns run one after the other with their own texts; what never fits ends with both figures.
+
+    The command line and both clients set the same budget; raised again, what was computed is a hit.
+    """
+    client, prompts = small.client, [prose(700, f"moves-{i}") for i in range(2)]
+    expected = [client.generate(f"alone-{i}", text, max_tokens=60).text for i, text in enumerate(prompts)]
+    with small.new_client() as first, small.new_client() as second, small.new_client() as third:
+        streams = [
+            each.generate_stream(f"moves-{i}", text, max_tokens=60)
+            for i, (each, text) in enumerate(zip((first, second), prompts, strict=True))
+        ]
+        events = [iter(stream) for stream in streams]  # held, so that looking at the first ones leaves no stream
+        assert all(until_text(each) for each in events)
+        shrunk = client.configure(budget="1MB")
+        assert (shrunk.budget_bytes, shrunk.start_budget_bytes) == (SMALL_BYTES, BUDGET_BYTES)
+        assert shrunk.until_restart == ("budget",)
+        assert [stream.result.text for stream in streams] == expected
+        told = small.cli("budget", "--json").json
+        assert (told["budget_bytes"], told["converging"]) == (SMALL_BYTES, [])
+        assert told["resident_bytes"] <= SMALL_BYTES
+        assert small.statistics()["frame_bytes"] <= SMALL_BYTES
+        grown = small.cli("budget", "1_500_000")
+        assert (grown.code, grown.stderr) == (0, "")
+        assert "budget     1.5 MB" in grown.stdout
+        large = third.generate_stream("large", prose(1900, "large"), max_tokens=60)
+        beginning = iter(large)
+        assert until_text(beginning)
+        client.configure(budget=SMALL_BYTES)
+        with pytest.raises(errors.BudgetExceeded) as refused:
+            _ = large.result
+        needed, usable = refused.value.data["needed_bytes"], refused.value.data["usable_bytes"]
+        assert isinstance(needed, int)
+        assert isinstance(usable, int)
+        assert needed > usable == client.configure().usable_bytes
+        assert client.configure(budget="1.5MB").until_restart == ()
+    again = client.generate("large", prose(1900, "large"), max_tokens=0)
+    assert again.cached_tokens == 1900
+
+
+def until_text(events: Iterator[StreamEvent]) -> StreamEvent:
+    """Take events up to the first text; the stream goes on."""
+    return next(event for event in events if event.type == "text")
+
+
+def test_a_bad_budget_is_refused_with_the_allowed_values(small: Daemon) -> None:
+    """P39: by the daemon, which alone knows what the machine can hold; nothing changes."""
+    before = small.client.configure()
+    assert before.largest_budget_bytes is not None
+    for value in ("much", "0.5MB", before.largest_budget_bytes + 1):
+        with pytest.raises(errors.InvalidParams, match="budget"):
+            small.client.configure(budget=value)
+    refused = small.cli("budget", "0.5MB")
+    assert refused.code == 1
+    assert "budget must be from 1 MB to " in refused.stderr
+    assert "of the machine's" in refused.stderr
+    assert small.cli("budget", "--namespace-quota", "nonsense").code == 2
+    assert small.client.configure().budget_bytes == before.budget_bytes

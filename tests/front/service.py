@@ -173,6 +173,10 @@ class FakeService:
             "bytes_written": 1,
         }
 
+    async def do_configure(self, params: Mapping[str, Any], context: CallContext) -> object:
+        limits = {"budget_bytes": 4_000_000_000, "largest_budget_bytes": None, "namespace_quotas": {"work": 5}}
+        return limits | {"converging": ["budget"], "until_restart": ["budget"], "newer": 1}
+
     async def do_model_info(self, params: Mapping[str, Any], context: CallContext) -> object:
         return {"name": "tiny", "context_tokens": 512}
 

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from kvd.ops import Clamped, DeviceFacts, DeviceLimit, clamp_budget, clamp_quota, device_facts, device_limit
+from kvd.ops import (
+    Clamped,
+    DeviceFacts,
+    DeviceLimit,
+    budget_room,
+    clamp_budget,
+    clamp_footprint,
+    clamp_quota,
+    device_facts,
+    device_limit,
+)
 
 GB = 1_000_000_000
 MACHINE = DeviceFacts(memory_bytes=16 * GB, disk_free_bytes=100 * GB, disk_total_bytes=500 * GB)
@@ -81,3 +91,20 @@ def test_quota_counts_what_is_ours_already() -> None:
     cut = clamp_quota(200 * GB, MACHINE, used_bytes=20 * GB)
     assert cut.granted_bytes == 120 * GB
     assert "100 GB free" in str(cut.reason)
+
+
+def test_the_footprint_is_bounded_by_the_machine() -> None:
+    """P23: by default nine tenths of its memory; what is wanted less is kept, what is more is cut with the figures."""
+    assert clamp_footprint(None, MACHINE) == Clamped(14_400_000_000, None)
+    assert clamp_footprint(GB, MACHINE) == Clamped(GB, None)
+    cut = clamp_footprint(20 * GB, MACHINE)
+    assert cut.granted_bytes == 14_400_000_000
+    assert cut.reason == "footprint-limit 20 GB cut to 14.4 GB: 90% of the machine's 16 GB"
+
+
+def test_the_largest_budget_is_what_a_larger_one_is_cut_to() -> None:
+    """P21: at run time a budget over it is refused with the same words."""
+    room_bytes, reason = budget_room(MACHINE, reserved_bytes=2 * GB)
+    clamped = clamp_budget(100 * GB, MACHINE, reserved_bytes=2 * GB)
+    assert (clamped.granted_bytes, room_bytes) == (10 * GB, 10 * GB)
+    assert clamped.reason == f"budget 100 GB cut to 10 GB: {reason}"

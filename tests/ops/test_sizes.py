@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import InvalidParams
-from kvd.ops import InvalidSize, format_size, parse_size
+from kvd.ops import InvalidSize, format_size, parse_share, parse_size
 
 
 @pytest.mark.parametrize(
@@ -121,3 +121,20 @@ def test_sizes_are_shown_with_three_digits(size_bytes: int, text: str) -> None:
 def test_what_is_shown_can_be_typed(size_bytes: int) -> None:
     """The formatter's text is a size within half a percent of the figure."""
     assert abs(parse_size(format_size(size_bytes)) - size_bytes) <= size_bytes / 200
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("50%", 0.5), (" 12.5 % ", 0.125), ("0%", 0.0), ("100%", 1.0), ("4GB", 4_000_000_000), ("7", 7)]
+)
+def test_a_share_is_a_part_or_bytes(text: str, share: int | float) -> None:
+    """P39: what ends in % becomes a float, everything else an int."""
+    parsed = parse_share(text)
+    assert parsed == share
+    assert type(parsed) is type(share)
+
+
+@pytest.mark.parametrize("text", ["101%", "%", "-1%", "1e1%", "nan%", "١%", "half", ""])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    """The error names the setting and what is allowed."""
+    with pytest.raises(InvalidSize, match=r"pin-limit .* is not a "):
+        parse_share(text, what="pin-limit")

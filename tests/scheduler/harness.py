@@ -26,7 +26,9 @@ from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import NUMERICS, EngineCore, FormatBook
 from kvd.scheduler.jobs import run_job
+from kvd.scheduler.limits import LimitSettings
 from kvd.scheduler.memory import Memory
+from kvd.scheduler.pressure import Pressure
 from kvd.scheduler.requests import AgentRef, JobRequest, OnContextFull, TurnRequest, TurnResult
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.sampling import LogitsHook, SamplingParams
@@ -94,6 +96,8 @@ def make_core(
     window: int | None = None,
     prefetch: str = "predict",
     sharing: str = "namespace",
+    limits: LimitSettings | None = None,
+    pressure: Pressure | None = None,
 ) -> EngineCore:
     """Put an engine core together as `kvd.assembly` does; agents are restored by the caller."""
     spec = make_spec(codec.token_count, window=window)
@@ -131,6 +135,8 @@ def make_core(
             sharing=sharing,
             clock=clock,
             log=log,
+            limits=limits,
+            pressure=pressure,
         )
     )
     return made[0]
@@ -153,6 +159,7 @@ class World:
         seed: of the disk's choices and of when queued operations are carried out.
         window: tokens that the second group sees; None for all.
         sharing: who may map whose pages; another one counts from the next start.
+        limits: of memory, beside the budget.
     """
 
     def __init__(
@@ -165,8 +172,10 @@ class World:
         seed: int = 0,
         window: int | None = None,
         sharing: str = "namespace",
+        limits: LimitSettings | None = None,
     ) -> None:
         self.sharing = sharing
+        self.limits = limits
         self.fs = LossyFileSystem(folder / "side", seed=seed)
         self.codec = codec
         self.budget_pages = budget_pages
@@ -229,6 +238,7 @@ class World:
             log=self.log,
             window=self.window,
             sharing=self.sharing,
+            limits=self.limits,
         )
         self.notices = restore_agents(self.core, self.report)
 

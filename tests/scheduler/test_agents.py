@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvd.ids import AgentId, Namespace, PageId, PageKey, SpaceId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import (
-    MAX_BRANCHES,
     Agent,
     Baseline,
     Branch,
@@ -312,20 +311,19 @@ def test_a_fork_that_was_not_saved_survives_changes_of_its_parent() -> None:
     engine.check()
 
 
-def test_surplus_branches_are_the_least_recently_used_ones() -> None:
-    """At most `MAX_BRANCHES` beside the current one; a branch that an unwritten record leans on stays."""
+def test_spare_branches_come_in_the_order_of_their_last_use() -> None:
+    """Never the current one; a branch that an unwritten record leans on stays until that is written."""
     engine = Engine()
-    for _ in range(MAX_BRANCHES + 1):
+    for _ in range(4):
         engine.add(Branch(engine._branch_id(), SpaceId(0), ()))
     for number, branch in engine.agent.branches.items():
         branch.last_used = 100 - number
     current = engine.agent.branch
-    surplus = engine.agent.surplus_branches()
-    assert [branch.branch_id for branch in surplus] == [current.branch_id - 1]
-    current.baseline = Baseline(parent=surplus[0].branch_id, tokens=1)
-    assert [branch.branch_id for branch in engine.agent.surplus_branches()] == [current.branch_id - 2]
-    engine.agent.branches.pop(1)
-    assert engine.agent.surplus_branches() == []
+    spare = [branch.branch_id for branch in engine.agent.spare_branches()]
+    assert spare == sorted(engine.agent.branches.keys() - {current.branch_id}, reverse=True)
+    current.baseline = Baseline(parent=spare[0], tokens=1)
+    assert [branch.branch_id for branch in engine.agent.spare_branches()] == spare[1:]
+    assert len(engine.agent.other_branches) == len(spare)
 
 
 def test_text_is_cut_on_character_borders() -> None:

@@ -25,7 +25,9 @@ from kvd.scheduler.answering import Answering
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import EngineBroken
+from kvd.scheduler.limits import LimitSettings
 from kvd.scheduler.messages import StoreAnswer
+from kvd.scheduler.pressure import Pressure
 from kvd.scheduler.requests import JobRequest, TurnRequest
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.upkeep import MAX_SAVE_WAIT_S
@@ -119,6 +121,8 @@ class Runner:
         window: int | None = None,
         prefetch: str = "predict",
         sharing: str = "namespace",
+        limits: LimitSettings | None = None,
+        pressure: Pressure | None = None,
         **options: Any,
     ) -> None:
         self.root = root
@@ -127,6 +131,8 @@ class Runner:
         self.window = window
         self.prefetch = prefetch
         self.sharing = sharing
+        self.limits = limits
+        self.pressure = pressure
         self.codec = codec
         self.fs = RefusingFileSystem()
         self.model = FakeModel(codec.token_count)
@@ -176,6 +182,8 @@ class Runner:
             window=self.window,
             prefetch=self.prefetch,
             sharing=self.sharing,
+            limits=self.limits,
+            pressure=self.pressure,
             log=lambda event, **facts: self.logged.append((event, facts)),
         )
         restore_agents(core, report)

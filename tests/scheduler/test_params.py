@@ -150,6 +150,38 @@ def test_good_values_are_taken() -> None:
     ]
 
 
+LIMIT_NAMES = ("budget", "namespace_quotas")
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"), [(None, None), (5, 5), ("5", 5), ("4GB", 4_000_000_000), ("1Ki", 1024)]
+)
+def test_a_size_is_bytes_or_what_the_command_line_takes(value: object, size_bytes: int | None) -> None:
+    """P39: one parser for both."""
+    assert params(budget=value).size("budget") == size_bytes
+    expected = {} if value is None else {"a": size_bytes}
+    assert params(quotas=None if value is None else {"a": value}).namespace_sizes("quotas") == expected
+
+
+@pytest.mark.parametrize("value", [True, 1.5, [1], "much", "", "-5", -5, "5%"])
+def test_what_is_no_size_is_refused_with_the_allowed_forms(value: object) -> None:
+    """P39: the error names the parameter and examples; in a map, the place."""
+    with pytest.raises(InvalidParams, match=r"budget .*512MiB or 10\.2GB") as caught:
+        params(budget=value).size("budget")
+    assert caught.value.data["parameter"] == "budget"
+    with pytest.raises(InvalidParams, match=r"quotas\['a'\]") as caught:
+        params(quotas={"a": value}).namespace_sizes("quotas")
+    assert caught.value.data["parameter"] == "quotas"
+
+
+def test_no_quota_is_nil_and_names_are_checked() -> None:
+    """A namespace that cannot exist has none."""
+    assert params(quotas={"a": None}).namespace_sizes("quotas") == {"a": None}
+    for name in ("", "a\n", "a" * 129):
+        with pytest.raises(InvalidParams, match="1 to 128 printable characters"):
+            params(quotas={name: 5}).namespace_sizes("quotas")
+
+
 ANYTHING = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5)),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
@@ -158,7 +190,11 @@ ANYTHING = st.recursive(
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(st.dictionaries(st.sampled_from([*TURN_NAMES, "messages", "text", "tools", "response_format"]), ANYTHING))
+@given(
+    st.dictionaries(
+        st.sampled_from([*TURN_NAMES, "messages", "text", "tools", "response_format", *LIMIT_NAMES]), ANYTHING
+    )
+)
 def test_nothing_a_client_sends_is_more_than_refused(raw: dict[str, object]) -> None:
     """Any value either passes or is the caller's error; nothing else is ever raised."""
     readers: list[Callable[[Params], object]] = [
@@ -174,6 +210,8 @@ def test_nothing_a_client_sends_is_more_than_refused(raw: dict[str, object]) -> 
         lambda p: p.text("text"),
         lambda p: p.integer("max_tokens", default=1, low=0, high=10),
         lambda p: p.flag("stream", True),
+        lambda p: p.size("budget"),
+        lambda p: p.namespace_sizes("namespace_quotas"),
     ]
     for read in readers:
         with contextlib.suppress(CallerError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.ids import Namespace
 from kvd.scheduler.reserving import Reservation, Reservations
 
 USABLE = 100
@@ -28,6 +29,85 @@ def test_what_was_let_in_fits_and_the_first_in_line_is_never_overtaken(actions: 
         waiting = [each for each, is_in in zip(asked, let_in, strict=True) if not is_in]
         assert not waiting or line.reserved_bytes + waiting[0].reserved_bytes > USABLE
         assert line.waiting == len(waiting)
+
+
+WORK, PLAY = Namespace("work"), Namespace("play")
+
+
+@given(
+    st.lists(
+        st.one_of(st.tuples(st.sampled_from([WORK, PLAY]), st.integers(1, USABLE)), st.integers(0, 9)), max_size=60
+    ),
+    st.integers(1, USABLE),
+)
+def test_a_namespace_holds_no_more_than_its_quota_unless_it_is_one_request(
+    actions: list[tuple[Namespace, int] | int], quota: int
+) -> None:
+    """P21: of a namespace with a quota those are let in that fit it, in order; nobody of it, or of others, is stuck."""
+    line = Reservations(lambda: USABLE, quotas=lambda: {WORK: quota})
+    asked: list[Reservation] = []
+    for action in actions:
+        if isinstance(action, tuple):
+            asked.append(line.ask(action[1], namespace=action[0]))
+        elif asked:
+            line.release(asked.pop(action % len(asked)))
+        held = [each for each in asked if line.is_in(each)]
+        work = [each.reserved_bytes for each in held if each.namespace == WORK]
+        assert sum(work) <= quota or len(work) == 1
+        assert line.reserved_bytes <= USABLE
+        assert held or not asked
+        waiting = [each for each in asked if not line.is_in(each)]
+        if waiting and line.reserved_bytes + waiting[0].reserved_bytes <= USABLE:
+            assert waiting[0].namespace == WORK, "only its own namespace may hold it up"
+            assert work
+            assert sum(work) + waiting[0].reserved_bytes > quota
+        order = [line.is_in(each) for each in asked if each.namespace == WORK]
+        assert order == sorted(order, reverse=True), "somebody was overtaken by one of its own namespace"
+
+
+def test_a_larger_quota_lets_in_who_waited_for_it() -> None:
+    """At the next look, without anybody's leaving."""
+    quotas = {WORK: 50}
+    line = Reservations(lambda: USABLE, quotas=lambda: quotas)
+    first, second, third = (line.ask(30, namespace=WORK) for _ in range(3))
+    assert [line.is_in(each) for each in (first, second, third)] == [True, False, False]
+    quotas[WORK] = 60
+    line.review()
+    assert [line.is_in(each) for each in (first, second, third)] == [True, True, False]
+    del quotas[WORK]
+    line.review()
+    assert line.is_in(third)
+
+
+def test_background_requests_make_way_for_interactive_ones_of_their_namespace() -> None:
+    """The last let in first, as many as it takes; those of others, and those that would not help, stay."""
+    line = Reservations(lambda: USABLE, quotas=lambda: {WORK: 40})
+    old, young = (line.ask(20, is_background=True, tail_bytes=1, namespace=WORK) for _ in range(2))
+    other = line.ask(20, is_background=True, tail_bytes=1, namespace=PLAY)
+    waits = line.ask(20, namespace=WORK)
+    assert not line.is_in(waits)
+    assert [each.is_wanted for each in (old, young, other)] == [False, True, False]
+    line.leave(young, lambda: None)
+    assert line.is_in(waits)
+    line.ask_again(young)
+    assert not line.is_in(young)
+    assert [each.is_wanted for each in (old, other)] == [False, False]
+    line.release(waits)
+    assert line.is_in(young)
+
+
+def test_nobody_makes_way_for_a_request_that_would_not_come_in_all_the_same() -> None:
+    """An interactive request of the namespace holds the rest, or the whole budget is full."""
+    line = Reservations(lambda: USABLE, quotas=lambda: {WORK: 40})
+    line.ask(30, namespace=WORK)
+    background = line.ask(10, is_background=True, tail_bytes=1, namespace=WORK)
+    line.ask(30, namespace=WORK)
+    assert not background.is_wanted
+    full = Reservations(lambda: USABLE, quotas=lambda: {WORK: 40})
+    background = full.ask(30, is_background=True, tail_bytes=1, namespace=WORK)
+    full.ask(70, namespace=PLAY)
+    full.ask(40, namespace=WORK)
+    assert not background.is_wanted
 
 
 class Line:
