@@ -245,7 +245,10 @@ class Assembly:
         self._log(
             "recovered",
             level="warning" if is_wrong else "info",
-            agents=len(report.agents),
+            agents=len(report.agents) + len(report.asleep),
+            asleep=len(report.asleep),
+            read_bytes=report.read_bytes,
+            reads=report.reads,
             pages=len(report.pages),
             missing_pages=len(report.missing_pages),
             orphans=len(report.orphans),
@@ -262,7 +265,7 @@ class Assembly:
             self._log("pages_missing", pages=len(report.missing_pages), first=some)
         for fact in report.facts:
             # an empty data folder has no catalog yet
-            is_new = not (report.agents or report.pages or is_wrong)
+            is_new = not (report.agents or report.asleep or report.pages or is_wrong)
             self._log("catalog", level="info" if is_new else "warning", fact=fact)
 
     def _tell_facts(self, core: EngineCore, formats: FormatChoice, budget_bytes: int, quota_bytes: int) -> None:
@@ -351,5 +354,6 @@ def _formats_in_use(
         for branch in image.branches.values()
         for segment in branch.segments
     }
+    found |= {each for agent in report.asleep.values() for each in agent.summary.all_formats}
     for number, format_id in sorted({*enumerate(formats.book.default_ids), *found} & set(formats.book.layouts)):
         yield spec.groups[number], formats.book.layouts[number, format_id].page_format

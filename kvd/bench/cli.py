@@ -22,6 +22,7 @@ COMMANDS = {
     "rpc": ("kvd.bench.rpc", "rpc"),
     "serve": ("kvd.bench.serve", "serve"),
     "soak": ("kvd.bench.soak", "soak"),
+    "startup": ("kvd.bench.startup", "startup"),
     "ttft": ("kvd.bench.cli", "ttft"),
 }
 
@@ -45,6 +46,8 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup)
 def bench() -> None:
     """Measure speed (attention), perplexity (ppl), first tokens (ttft), forks (fork), agents (serve), calls (rpc).
+
+    And a start with many agents on disk (startup).
 
     Count: bytes of an agent, and agents in a budget (capacity); what eviction policies cost (eviction).
     Prove: that nothing is lost or leaks (soak).

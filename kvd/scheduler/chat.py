@@ -195,8 +195,10 @@ def held_texts(core: EngineCore, ref: AgentRef, *, with_tokens: bool) -> list[He
     """What an agent's branches hold, the present one first; nothing of an agent that there is not. On the engine.
 
     Returns:
-        None while the agent is only in the warm tier: who uses it imports it first.
+        None while the agent sleeps or is only in the warm tier: who uses it reads or imports it first.
     """
+    if ref in core.agents.asleep:
+        return None
     agent = core.agents.find(ref)
     if agent is None:
         return None if ref in core.warm.paths else []

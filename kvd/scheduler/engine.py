@@ -26,7 +26,6 @@ from typing import TypeGuard
 from kvd.errors import Draining, InternalError, KvdError
 from kvd.ids import RequestId
 from kvd.ops.logs import RequestLine
-from kvd.scheduler.agents import Agent
 from kvd.scheduler.answering import Answering
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import EngineCore
@@ -73,6 +72,7 @@ from kvd.scheduler.turn import TurnState, run_turn
 from kvd.scheduler.upkeep import Upkeep
 from kvd.scheduler.views import health_facts
 from kvd.scheduler.waiting import Parked
+from kvd.scheduler.waking import wake_first
 from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import Tick
 
@@ -337,7 +337,7 @@ class Engine:
             case Drain():
                 assert self._upkeep is not None
                 for agent in [] if self._draining else self._upkeep.unsaved():
-                    self._submit_own(agent, "save")  # the last chance for what the disk refused
+                    self._submit_own(agent.ref, "save")  # the last chance for what the disk refused
                 self._draining = True
                 self._schedule(DrainWanted())
             case Stop():
@@ -418,7 +418,10 @@ class Engine:
         else:
             work = run_job(self._core, held.request, held.stop)
             imports = held.request.operation == "import"  # it says itself what becomes of the name
-            held.work = work if imports else warm_first(self._core, held.agents, held.stop, work)
+            if imports:
+                held.work = wake_first(self._core, held.agents, work)
+            else:
+                held.work = warm_first(self._core, held.agents, held.stop, work)
         held.started_s = self._core.clock()
         self._running[held.request.request_id] = held
 
@@ -485,9 +488,9 @@ class Engine:
         if (job := self._upkeep.next_job(idle=idle)) is not None:
             self._submit_own(*job)
 
-    def _submit_own(self, agent: Agent, operation: str) -> None:
+    def _submit_own(self, ref: AgentRef, operation: str) -> None:
         assert self._core is not None
-        request = JobRequest(self.new_request_id(), agent.ref, operation, internal=True)
+        request = JobRequest(self.new_request_id(), ref, operation, internal=True)
         reply = self._saved if operation == "save" else lambda result, error: None
         self._schedule(self._answering.take(request, reply).submitted)
 

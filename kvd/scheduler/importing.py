@@ -34,6 +34,7 @@ from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.restore import restore_branch
 from kvd.scheduler.views import agent_info
 from kvd.scheduler.waiting import Stop, Wait, raise_if_stopped
+from kvd.scheduler.waking import wake
 from kvd.store.agent_file import AgentFileHeader, Constants
 from kvd.store.agent_file_io import AgentFileReader
 from kvd.store.agent_image import BranchImage, SegmentState
@@ -53,14 +54,16 @@ Importing = Generator[Wait, None, dict[str, object]]
 def warm_first(
     core: EngineCore, refs: Sequence[AgentRef], stop: Stop, work: Generator[Wait, None, object]
 ) -> Generator[Wait, None, object]:
-    """Do `work` once the agents it is about have been imported that the warm tier has and the data folder has not.
+    """Do `work` once the agents it is about are awake, or imported if the warm tier has them and the data folder not.
 
     A file that turns out to be no use is named in the log; the work then finds no such agent.
 
     Raises:
         Cancelled: during an import; the agent stays in the tier.
+        DiskFault: an agent's log cannot be read now.
         Exception: as `work`.
     """
+    yield from wake(core, refs)
     for ref in refs:
         path = core.warm.paths.pop(ref, None)
         if path is None or core.agents.known(ref) is not None:

@@ -55,6 +55,7 @@ def run_job(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
         "compact": _compact,
         "export": export_agent,
         "import": import_agent,
+        "wake": _wake,
     }
     return operations[request.operation](core, request, stop)
 
@@ -157,6 +158,13 @@ def _compact(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     agent = core.agents.get(request.ref)
     yield from compact(core, agent)
     return agent_info(core, agent)
+
+
+def _wake(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
+    """Nothing but to have been woken, as every operation's agent is."""
+    agent = core.agents.known(request.ref)
+    return {} if agent is None else agent_info(core, agent)
+    yield None  # a generator like its siblings
 
 
 def _save_and_tell(core: EngineCore, agent: Agent, kind: RecordKind, stop: Stop) -> Job:

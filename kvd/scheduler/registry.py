@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from kvd.errors import AgentNotFound
-from kvd.ids import Namespace
+from kvd.errors import AgentNotFound, InternalError
+from kvd.ids import AgentId, Namespace
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.requests import AgentRef
 from kvd.store.errors import LogUnreadable
 from kvd.store.layout import log_name
+from kvd.store.sleeping import SleepingAgent
 
 
 class AgentRegistry:
@@ -19,11 +20,17 @@ class AgentRegistry:
     An agent whose log could not be read at start is not "new": it has text and pages that a restart may bring back. Its
     name is refused everywhere instead of being given to somebody else.
 
+    Most agents of a large data folder sleep after a start: their logs are read when somebody uses them
+    (`kvd.scheduler.waking`). Whoever works on agents has woken those it names; iterating gives those that are awake.
+
     Args:
         new_branch: makes an empty branch for a new agent.
 
     Attributes:
         unreadable: names of logs that could not be read, as `kvd.store.layout.log_name` makes them.
+        asleep: agents of which only the catalog's word is known; mutated by `kvd.scheduler.waking` and `restore`.
+        waking: those whose logs are being read.
+        in_use: namespaces in which a turn ran since the start.
     """
 
     def __init__(self, new_branch: Callable[[Agent], Branch]) -> None:
@@ -31,6 +38,9 @@ class AgentRegistry:
         self._agents: dict[AgentRef, Agent] = {}
         self._tick = 0
         self.unreadable: frozenset[str] = frozenset()
+        self.asleep: dict[AgentRef, SleepingAgent] = {}
+        self.waking: set[AgentRef] = set()
+        self.in_use: set[Namespace] = set()
 
     def tick(self) -> int:
         """A number greater than all before it."""
@@ -41,7 +51,11 @@ class AgentRegistry:
         return iter(tuple(self._agents.values()))
 
     def __len__(self) -> int:
-        return len(self._agents)
+        return len(self._agents) + len(self.asleep)
+
+    def names(self, namespace: Namespace) -> list[AgentId]:
+        """Names of all agents of a namespace, those that sleep included."""
+        return [ref.agent for ref in (*self._agents, *self.asleep) if ref.namespace == namespace]
 
     def known(self, ref: AgentRef) -> Agent | None:
         """The agent, or None; never raises."""
@@ -52,8 +66,11 @@ class AgentRegistry:
 
         Raises:
             LogUnreadable: it has a log that could not be read at start.
+            InternalError: it sleeps, and nobody woke it: taking it for new would cost it its log.
         """
         agent = self._agents.get(ref)
+        if agent is None and ref in self.asleep:
+            raise InternalError(f"agent {ref} is used and was not woken")
         if agent is None and (name := log_name(ref.namespace, ref.agent)) in self.unreadable:
             raise LogUnreadable(agent=ref.agent, path=name)
         return agent
@@ -80,6 +97,7 @@ class AgentRegistry:
         Raises:
             LogUnreadable: as `find`.
         """
+        self.in_use.add(ref.namespace)
         agent = self.find(ref)
         if agent is not None:
             return agent, False

@@ -9,12 +9,14 @@ kvd.ids, kvd.store, kvd.vm.events and siblings.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvd.ids import AgentId, GroupId, Namespace
 from kvd.scheduler.agents import Agent, Branch, mark_committed
 from kvd.scheduler.requests import AgentRef
 from kvd.store.agent_image import AgentImage, BranchImage
+from kvd.store.page_file import PageHeader
 from kvd.store.recovery_report import RecoveryReport
 from kvd.vm.events import PageRef, Pinned, SegmentImage, SpaceCreated, SpaceRestored
 
@@ -23,22 +25,39 @@ if TYPE_CHECKING:
 
 
 def restore_agents(core: EngineCore, report: RecoveryReport) -> list[str]:
-    """Register every recovered agent.
+    """Register every recovered agent: awake or asleep.
 
     Returns:
         Notices for the operator.
     """
     notices: list[str] = []
     core.agents.unreadable = report.unreadable
-    for header in report.pages.values():
+    for (namespace, name), sleeping in report.asleep.items():
+        core.agents.asleep[AgentRef(Namespace(namespace), AgentId(name))] = sleeping
+    for (namespace, name), image in report.agents.items():
+        headers = [report.pages[page] for page in image.page_ids() if page in report.pages]
+        restore_agent(core, AgentRef(Namespace(namespace), AgentId(name)), image, headers, notices)
+    _pin(core, notices)
+    return notices
+
+
+def restore_agent(
+    core: EngineCore, ref: AgentRef, image: AgentImage, headers: Iterable[PageHeader], notices: list[str]
+) -> None:
+    """Register an agent as its log has it.
+
+    Args:
+        core: the engine's parts.
+        ref: its name.
+        image: what the log says.
+        headers: of its pages that have files.
+        notices: gets what had to be given up.
+    """
+    for header in headers:
         layout = core.formats.layouts.get((header.group, header.format_id))
         if layout is not None:
             core.memory.know_header(header, layout)
-    for (namespace, name), image in report.agents.items():
-        ref = AgentRef(Namespace(namespace), AgentId(name))
-        core.agents.add(_agent(core, ref, image, notices))
-    _pin(core, notices)
-    return notices
+    core.agents.add(_agent(core, ref, image, notices))
 
 
 def _agent(core: EngineCore, ref: AgentRef, image: AgentImage, notices: list[str]) -> Agent:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 from kvd import __version__
 from kvd.errors import AgentNotFound, CallerError, Cancelled, InvalidParams, KvdError
 from kvd.model.answers import AnswerFormat
+from kvd.ids import Namespace
 from kvd.model.continuation import Continuation, continuation
 from kvd.model.grammar import GrammarCompiler
 from kvd.model.grammar_text import answer_grammar
@@ -143,9 +144,7 @@ class KvdService:
         """The error, with the names that its agent's name may have been meant for."""
         asked, namespace = str(error.data.get("agent", "")), error.data.get("namespace")
         try:
-            names = await self._call(
-                lambda core: [agent.ref.agent for agent in core.agents if agent.ref.namespace == namespace]
-            )
+            names = await self._call(lambda core: core.agents.names(Namespace(str(namespace))))
         except KvdError:
             return error
         assert isinstance(names, list)
@@ -353,12 +352,14 @@ class KvdService:
     async def _agent_info(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("agent", "namespace")
         ref: AgentRef = params.ref()
-        return await self._call(lambda core: views.agent_info(core, core.agents.get(ref)))
+        return await self._call(lambda core: views.info_of(core, ref))
 
     async def _residency(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("agent", "namespace")
         ref = params.ref() if params.has("agent") else None
         namespace = params.namespace() if params.has("namespace") else None
+        if ref is not None and await self._call(lambda core: ref in core.agents.asleep):
+            await self._run_job(ref, "wake", {}, context)  # its page map is in its log
         return await self._call(lambda core: views.residency(core, ref, namespace))
 
     async def _statistics(self, params: Params, context: CallContext) -> object:

@@ -111,6 +111,11 @@ class Sharing:
         self._noted: dict[str, dict[SpaceId, Branch]] = {}
         self._advances: list[Advance] = []
 
+    @property
+    def is_on(self) -> bool:
+        """Whether agents of a namespace share pages."""
+        return self._is_on
+
     def domain_of(self, ref: AgentRef) -> str:
         """The sharing domain of an agent's pages, in their keys and headers: its namespace, or the agent alone."""
         return str(ref.namespace) if self._is_on else f"{ref.namespace}\0{ref.agent}"

@@ -28,6 +28,7 @@ from kvd.store.swap_ops import (
     SwapOp,
     SwapResult,
     SwapStatistics,
+    WakeLogOp,
     WritePageOp,
 )
 
@@ -118,6 +119,11 @@ class StoreDoor:
         self._log_answers[ref] = answer
         self._swap.submit(DeleteLogOp(ref.namespace, ref.agent))
 
+    def wake_log(self, ref: AgentRef, answer: RecordAnswer) -> None:
+        """Queue the reading of a sleeping agent's log."""
+        self._log_answers[ref] = answer
+        self._swap.submit(WakeLogOp(ref.namespace, ref.agent))
+
     def delete_page(self, page: PageId, answer: RecordAnswer) -> None:
         """Queue the deletion of a page file; the store refuses while a log names the page."""
         self._deletions[page] = answer
@@ -159,7 +165,7 @@ class StoreDoor:
                 self._tail_came(namespace, agent, branch, group, result)
             case AppendRecordOp(record):
                 self._answers.pop((record.namespace, record.agent, record.seq))(result)
-            case CompactLogOp(namespace, agent) | DeleteLogOp(namespace, agent):
+            case CompactLogOp(namespace, agent) | DeleteLogOp(namespace, agent) | WakeLogOp(namespace, agent):
                 for ref in [ref for ref in self._log_answers if (ref.namespace, ref.agent) == (namespace, agent)]:
                     self._log_answers.pop(ref)(result)
             case DeletePageOp(page_id):

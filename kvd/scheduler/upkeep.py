@@ -1,7 +1,8 @@
-"""What the engine does for itself between requests: save what a disk refused, compact logs that are mostly dead.
+"""What the engine does for itself: save what a disk refused, compact logs that are mostly dead, wake agents.
 
 Decides only; the engine runs the jobs. Saves go ahead of requests that wait (a busy daemon would never come to them),
-ever more rarely while the disk refuses. Compactions wait until nothing else is to do: they save disk, not time.
+ever more rarely while the disk refuses. Compactions wait until nothing else is to do: they save disk, not time. So does
+waking agents that nobody asked for, for the pages that they may have in common with others of a namespace in use.
 
 Owner: the engine thread. May import siblings.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvd.scheduler.agents import Agent
+from kvd.scheduler.requests import AgentRef
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -35,8 +37,9 @@ class Upkeep:
         self._least_wait_s = wait_s
         self._wait_s = 0.0
         self._next_save_s = 0.0
+        self._tried: set[AgentRef] = set()
 
-    def next_job(self, *, idle: bool) -> tuple[Agent, str] | None:
+    def next_job(self, *, idle: bool) -> tuple[AgentRef, str] | None:
         """The job to run before the next request, if there is one: (agent, operation).
 
         Args:
@@ -45,11 +48,23 @@ class Upkeep:
         if self._clock() >= self._next_save_s:
             for agent in self.unsaved()[:1]:
                 agent.last_save = self._core.agents.tick()
-                return agent, "save"
+                return agent.ref, "save"
         if idle:
             for agent in self._core.agents:
                 if agent.compaction_due and agent.logged:
-                    return agent, "compact"
+                    return agent.ref, "compact"
+            return self._next_to_wake()
+        return None
+
+    def _next_to_wake(self) -> tuple[AgentRef, str] | None:
+        """An agent that others of its namespace might share pages with, each once: a refusal is not asked for again."""
+        agents = self._core.agents
+        if not self._core.sharing.is_on:
+            return None
+        for ref in agents.asleep:
+            if ref.namespace in agents.in_use and ref not in self._tried:
+                self._tried.add(ref)
+                return ref, "wake"
         return None
 
     def unsaved(self) -> list[Agent]:

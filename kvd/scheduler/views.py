@@ -14,7 +14,9 @@ from kvd.scheduler.agents import Agent
 from kvd.scheduler.branches import other_branch_bytes
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.requests import AgentRef
+from kvd.store.sleeping import SleepingAgent
 from kvd.vm.page import READABLE
+from kvd.vm.window import first_seen_page
 
 
 def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
@@ -49,18 +51,75 @@ def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
 
 
 def agent_list(core: EngineCore, namespace: Namespace | None) -> list[dict[str, object]]:
-    """All agents of a namespace (None: of all), by name."""
-    return [agent_info(core, agent) for agent in core.agents.in_namespace(namespace)]
+    """All agents of a namespace (None: of all), by name; of those that sleep what the catalog says."""
+    awake = {agent.ref: agent_info(core, agent) for agent in core.agents.in_namespace(namespace)}
+    asleep = {
+        ref: sleeping_info(core, ref, agent)
+        for ref, agent in core.agents.asleep.items()
+        if namespace is None or ref.namespace == namespace
+    }
+    every = awake | asleep
+    return [every[ref] for ref in sorted(every, key=lambda ref: (ref.namespace, ref.agent))]
+
+
+def info_of(core: EngineCore, ref: AgentRef) -> dict[str, object]:
+    """One agent, whether it sleeps or not.
+
+    Raises:
+        AgentNotFound, LogUnreadable: as `AgentRegistry.get`.
+    """
+    sleeping = core.agents.asleep.get(ref)
+    return agent_info(core, core.agents.get(ref)) if sleeping is None else sleeping_info(core, ref, sleeping)
+
+
+def sleeping_info(core: EngineCore, ref: AgentRef, agent: SleepingAgent) -> dict[str, object]:
+    """An agent whose log has not been read since the start, as `agent_info` would show it then: all of it on disk."""
+    summary = agent.summary
+    format_ids = summary.format_ids or core.formats.default_ids
+    pages = -(-summary.computed_tokens // PAGE_TOKENS)
+    total_bytes = needed_bytes = needed_pages = 0
+    for group, format_id in enumerate(format_ids):
+        layout = core.formats.layouts.get((group, format_id))
+        page_bytes = 0 if layout is None else layout.payload_bytes
+        seen = pages - first_seen_page(summary.computed_tokens, core.spec.groups[group].layer.window, PAGE_TOKENS)
+        needed_pages += seen
+        needed_bytes += seen * page_bytes
+        total_bytes += pages * page_bytes
+    return {
+        "agent": ref.agent,
+        "namespace": ref.namespace,
+        "tokens": agent.row.tokens,
+        "computed_tokens": summary.computed_tokens,
+        "text_bytes": summary.text_bytes,
+        "branches": agent.row.branches,
+        "pages": pages * len(format_ids),
+        "behind_window_pages": pages * len(format_ids) - needed_pages,
+        "resident_pages": 0,
+        "swapped_pages": needed_pages,
+        "lost_pages": 0,
+        "shared_pages": 0,
+        "resident_bytes": 0,
+        "needed_bytes": needed_bytes,
+        "total_bytes": total_bytes,
+        "pinned": summary.pinned,
+        "durable": True,
+        "durable_reason": None,
+        "kv_format": ", ".join(dict.fromkeys(format_ids)),
+        "created_s": summary.created_s,
+    }
 
 
 def residency(core: EngineCore, ref: AgentRef | None, namespace: Namespace | None = None) -> dict[str, object]:
-    """Page maps of one agent, of a namespace or of all: per segment one entry a page with its state."""
+    """Page maps of one agent, of a namespace or of all that are awake: per segment one entry a page with its state."""
     agents = [core.agents.get(ref)] if ref is not None else core.agents.in_namespace(namespace)
     return {
         "page_tokens": PAGE_TOKENS,
         "budget_bytes": core.pager.statistics().budget_bytes,
         "resident_bytes": core.pager.statistics().resident_bytes,
         "agents": [_page_map(core, agent) for agent in agents],
+        "asleep": sum(namespace is None or each.namespace == namespace for each in core.agents.asleep)
+        if not ref
+        else 0,
     }
 
 
@@ -206,6 +265,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "turns_not_durable": core.stats.turns_not_durable,
         "records_written": core.stats.records_written,
         "agents": len(core.agents),
+        "agents_asleep": len(core.agents.asleep),
         "footprint_bytes": measure_footprint().footprint_bytes,
         "footprint_limit_bytes": core.pressure.hard_bytes,
         "memory_pressure": core.pressure.level,

@@ -17,6 +17,7 @@ On disk, bytes in and bytes out, no arrays; in the order of dependence:
 - `agent_file`, `agent_file_io`: an exported agent as one safetensors file, written and read in steps; import page_file.
 - `agent_image`, `snapshot`: an agent from its records, and back (pure); import records, kvd.quant.spec.
 - `catalog`, `catalog_keeper`: the SQLite catalog, which is derived state; import page_file.
+- `log_replay`, `sleeping`: an agent from its log's bytes, and which logs need not be read at start; import the above.
 - `recovery_report`, `recovery`: from a folder in any state to agents; import all of the above.
 - `disk_usage`, `log_tails`, `log_book`: the quota over every byte, tails read from logs, all logs; import the above.
 - `verify`: whether a file is what was written, for `kvd doctor`; imports page_file, agent_image.
@@ -45,6 +46,7 @@ from kvd.store.swap_ops import (
     SwapOp,
     SwapResult,
     SwapStatistics,
+    WakeLogOp,
     WritePageOp,
 )
 from kvd.store.swap_thread import SwapThread
@@ -71,6 +73,7 @@ __all__ = [
     "SwapResult",
     "SwapStatistics",
     "SwapThread",
+    "WakeLogOp",
     "WritePageOp",
     "read_small_file",
     "recover",

@@ -91,12 +91,14 @@ class LogScan:
         good_bytes: where they end.
         checksum: checksum of the last one, or the seed.
         damage: what follows them, None when the file ends there.
+        last_offset: where the last good frame starts; 0 without any.
     """
 
     frames: tuple[LogFrame, ...]
     good_bytes: int
     checksum: bytes
     damage: LogDamage | None
+    last_offset: int = 0
 
 
 def log_seed(fingerprint: str, name: str) -> bytes:
@@ -142,7 +144,19 @@ def scan_log(data: bytes, seed: bytes) -> LogScan:
             break
         frames.append(frame)
         previous, at = frame.checksum, frame.end
-    return LogScan(tuple(frames), at, previous, damage)
+    return LogScan(tuple(frames), at, previous, damage, frames[-1].offset if frames else 0)
+
+
+def is_last_frame(head: bytes, *, seq: int, checksum: bytes, frame_bytes: int) -> bool:
+    """Whether the first bytes of a frame are those of a record that is known by number, checksum and length.
+
+    The checksum continues those of all frames before it: a log that ends with this frame is the one that was committed,
+    as far as can be told without reading it.
+    """
+    if len(head) < FRAME.size:
+        return False
+    magic, length, found_seq, found = FRAME.unpack_from(head)
+    return bool((magic, FRAME.size + length, found_seq, found) == (MAGIC, frame_bytes, seq, checksum))
 
 
 def _frame_at(view: memoryview, at: int, previous: bytes) -> tuple[LogFrame | None, str]:
@@ -200,6 +214,11 @@ def _plausible(data: bytes, at: int, expected_seq: int) -> bool:
 class AgentLog:
     """One log, open for appending. Owned by the swap thread; `append` and `replace` are the only mutators.
 
+    Attributes:
+        good_bytes: end of what is committed.
+        checksum: of the last frame, or the seed.
+        last_offset: where the last frame starts.
+
     Args:
         fs: the disk.
         path: the file.
@@ -216,6 +235,7 @@ class AgentLog:
         self._seed = seed
         self.good_bytes = 0 if scan is None else scan.good_bytes
         self.checksum = seed if scan is None else scan.checksum
+        self.last_offset = 0 if scan is None else scan.last_offset
         self._name_durable = scan is not None and name_durable
 
     def append(self, seq: int, payload: Payload) -> int:
@@ -254,6 +274,7 @@ class AgentLog:
             self._fs.close(handle)
         self._name_durable = True
         place = self.good_bytes + FRAME.size
+        self.last_offset = self.good_bytes
         self.good_bytes += FRAME.size + sum(map(len, payload))
         self.checksum = checksum
         return place
@@ -277,17 +298,18 @@ class AgentLog:
         Raises:
             OSError: the disk refused; the old log or (once renamed) the whole new one is there: the caller reads it.
         """
-        checksum = self._seed
+        checksum, end, last_offset = self._seed, 0, 0
 
         def parts() -> Iterator[bytes]:
-            nonlocal checksum
+            nonlocal checksum, end, last_offset
             for seq, payload in records:
                 header, checksum = frame_header(seq, payload, checksum)
+                last_offset, end = end, end + FRAME.size + sum(map(len, payload))
                 yield header
                 yield from payload
 
         self.good_bytes = write_file(self._fs, self.path, parts())
-        self.checksum, self._name_durable = checksum, True
+        self.checksum, self.last_offset, self._name_durable = checksum, last_offset, True
 
 
 __all__ = [
@@ -300,6 +322,7 @@ __all__ = [
     "Payload",
     "chain_checksum",
     "frame_header",
+    "is_last_frame",
     "log_seed",
     "scan_log",
 ]

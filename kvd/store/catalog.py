@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -27,13 +27,14 @@ from kvd.ids import Fingerprint, FormatId, PageId, PageKey
 from kvd.store.fs import FileSystem
 from kvd.store.page_file import PageHeader, runs_of_text
 
-CATALOG_VERSION: Final = 1
+CATALOG_VERSION: Final = 2
 _SCHEMA: Final = """
 CREATE TABLE pages (page_id TEXT PRIMARY KEY, key TEXT, domain TEXT, grp INTEGER, format_id TEXT, runs TEXT,
     numerics TEXT, page_tokens INTEGER, file_bytes INTEGER, created_s REAL, row_xxh3 BLOB) WITHOUT ROWID;
 CREATE INDEX pages_by_key ON pages (key);
 CREATE TABLE agents (namespace TEXT, agent TEXT, log_name TEXT, seq INTEGER, log_bytes INTEGER, log_checksum BLOB,
-    tokens INTEGER, branches INTEGER, updated_s REAL, row_xxh3 BLOB, PRIMARY KEY (namespace, agent)) WITHOUT ROWID;
+    tokens INTEGER, branches INTEGER, updated_s REAL, last_offset INTEGER, pages BLOB, summary BLOB, row_xxh3 BLOB,
+    PRIMARY KEY (namespace, agent)) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER, row_xxh3 BLOB) WITHOUT ROWID;
 """
 CATALOG_ERRORS: Final = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
@@ -91,7 +92,13 @@ class PageRow:
 
 @dataclass(frozen=True, slots=True)
 class AgentRow:
-    """How far an agent's log was committed when the row was written; the log may be further, never less far."""
+    """How far an agent's log was committed when the row was written; the log may be further, never less far.
+
+    Attributes:
+        last_offset: where its last record starts in the log; -1 when that is not known.
+        pages: ids of all pages its branches map (`kvd.store.sleeping.pack_pages`).
+        summary: what a list shows of it (`kvd.store.sleeping.pack_summary`); empty when that is not known.
+    """
 
     namespace: str
     agent: str
@@ -102,6 +109,13 @@ class AgentRow:
     tokens: int
     branches: int
     updated_s: float
+    last_offset: int = -1
+    pages: bytes = b""
+    summary: bytes = b""
+
+    def says_the_same(self, other: AgentRow | None) -> bool:
+        """Whether another row says the same of the log; when it was written counts for nothing."""
+        return other is not None and replace(other, updated_s=self.updated_s) == self
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +194,15 @@ class Catalog:
                     counters[fields[0]] = fields[1]
         return CatalogContents(pages, agents, counters, bad)
 
+    def write(self, contents: CatalogContents) -> None:
+        """Insert all rows (committed later)."""
+        for page in contents.pages.values():
+            self.put_page(page)
+        for agent in contents.agents.values():
+            self.put_agent(agent)
+        for name, value in contents.counters.items():
+            self.put_counter(name, value)
+
     def _put(self, table: str, fields: tuple[object, ...]) -> None:
         row = (*fields, _row_checksum(table, fields))
         marks = ",".join("?" * len(row))
@@ -214,6 +237,7 @@ def open_catalog(fs: FileSystem, path: Path, fingerprint: str) -> tuple[Catalog,
         sound = sound and (found is None or not (found.is_special or found.is_folder))
         sound = sound and not real.with_name(name).is_symlink()
     reason = "there is none" if sound else "it is no regular file"
+    kept = CatalogContents({}, {}, {}, 0)
     if sound and fs.stat(path) is not None:
         try:
             catalog = Catalog(_connect(fs, path))
@@ -221,22 +245,34 @@ def open_catalog(fs: FileSystem, path: Path, fingerprint: str) -> tuple[Catalog,
             reason = f"it cannot be opened ({error})"
         else:
             try:
-                _check_identity(catalog, fingerprint)
+                version = _version_of(catalog, fingerprint)
                 contents = catalog.read()
             except CATALOG_ERRORS as error:
                 reason = f"it cannot be read ({error})"
             else:
-                if not contents.bad_rows:
+                if not contents.bad_rows and version == CATALOG_VERSION:
                     return catalog, contents, ()
                 reason = f"{contents.bad_rows} rows have wrong checksums"
+                if not contents.bad_rows:
+                    reason, kept = f"it was of version {version}; its rows were taken over", contents
             catalog.close()
     for suffix in _FILES:
         with contextlib.suppress(FileNotFoundError):
             real.with_name(real.name + suffix).unlink()
     catalog = Catalog(_connect(fs, path))
     catalog._db.executescript(_SCHEMA)
+    catalog.write(kept)
     _set_identity(catalog, fingerprint)
-    return catalog, CatalogContents({}, {}, {}, 0), (f"catalog made anew: {reason}",)
+    return catalog, kept, (f"catalog made anew: {reason}",)
+
+
+def connect_catalog(fs: FileSystem, path: Path) -> Catalog:
+    """The catalog that was read a moment ago and found good.
+
+    Raises:
+        CATALOG_ERRORS: it cannot be opened any more.
+    """
+    return Catalog(_connect(fs, path))
 
 
 def _connect(fs: FileSystem, path: Path) -> sqlite3.Connection:
@@ -260,19 +296,25 @@ def _connect(fs: FileSystem, path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _identity(fingerprint: str) -> int:
+def _identity(version: int, fingerprint: str) -> int:
     """A 31-bit number in the database header that binds it to a model and a schema."""
-    return xxhash.xxh3_64_intdigest(f"{CATALOG_VERSION} {fingerprint}".encode()) & 0x7FFFFFFF
+    return xxhash.xxh3_64_intdigest(f"{version} {fingerprint}".encode()) & 0x7FFFFFFF
 
 
-def _check_identity(catalog: Catalog, fingerprint: str) -> None:
+def _version_of(catalog: Catalog, fingerprint: str) -> int:
+    """The catalog's version; ValueError for what no kvd up to this one made for the model.
+
+    Of version 1 the agents' rows ended with `updated_s`: what they do not say is not known, so their logs are read.
+    """
     (found,) = catalog._db.execute("PRAGMA user_version").fetchone()
-    if found != _identity(fingerprint):
-        raise ValueError("it is of another model or version")
+    for version in range(1, CATALOG_VERSION + 1):
+        if found == _identity(version, fingerprint):
+            return version
+    raise ValueError("it is of another model or version")
 
 
 def _set_identity(catalog: Catalog, fingerprint: str) -> None:
-    catalog._db.execute(f"PRAGMA user_version={_identity(fingerprint)}")
+    catalog._db.execute(f"PRAGMA user_version={_identity(CATALOG_VERSION, fingerprint)}")
     catalog._db.commit()
 
 
@@ -283,5 +325,6 @@ __all__ = [
     "Catalog",
     "CatalogContents",
     "PageRow",
+    "connect_catalog",
     "open_catalog",
 ]

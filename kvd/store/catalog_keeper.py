@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 
 from kvd.ids import PageId
-from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, PageRow, open_catalog
+from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, PageRow, connect_catalog, open_catalog
 from kvd.store.fs import FileSystem
 from kvd.store.layout import DataFolder
 from kvd.store.page_file import PageHeader
@@ -28,6 +28,7 @@ class CatalogKeeper:
         known: what a new catalog is filled with.
         facts: is told what a person should know.
         keep_logs: says names of logs whose rows stay although nobody knows their agents.
+        is_in_line: the catalog says just what `known` does, and was read a moment ago: it need not be read again.
 
     Attributes:
         renewals: how often the catalog was brought in line with what the store knew then; a change before that one may
@@ -42,6 +43,8 @@ class CatalogKeeper:
         known: Known,
         facts: Callable[[str], None],
         keep_logs: Callable[[], Collection[str]],
+        *,
+        is_in_line: bool = False,
     ) -> None:
         self._path = folder.catalog_path(fingerprint)
         self._fingerprint = fingerprint
@@ -53,7 +56,11 @@ class CatalogKeeper:
         self._uncommitted = False
         self._complaint = ""
         self.renewals = 0
-        self.renew()
+        if is_in_line:
+            with contextlib.suppress(*CATALOG_ERRORS):
+                self._catalog = connect_catalog(fs, self._path)
+        if self._catalog is None:
+            self.renew()
 
     def put_page(self, header: PageHeader, file_bytes: int) -> None:
         """Note a durable page (committed later)."""
@@ -110,8 +117,7 @@ class CatalogKeeper:
                 if ref not in present and stored.log_name not in kept:
                     catalog.drop_agent(*ref)
             for row in agents:
-                old = contents.agents.get((row.namespace, row.agent))
-                if old is None or (old.seq, old.log_checksum) != (row.seq, row.log_checksum):
+                if not row.says_the_same(contents.agents.get((row.namespace, row.agent))):
                     catalog.put_agent(row)
             catalog.commit()
         except CATALOG_ERRORS as error:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvd.store.errors import QuotaExceeded
-from kvd.store.fs import FileSystem, folder_bytes
-from kvd.store.layout import DataFolder
+from kvd.store.fs import FileSystem
+from kvd.store.layout import DataFolder, FolderUsage
 from kvd.store.swap_dir import prune_quarantine
 
 _RECOUNT_EVERY: Final = 512
@@ -55,6 +55,12 @@ def log_reserve_bytes(quota_bytes: int) -> int:
 class DiskUsage:
     """Bytes under the data folder. Owned by the swap thread; other threads may read the figures.
 
+    Args:
+        folder, fingerprint, fs: what is counted.
+        quota_bytes: limit over every byte.
+        counted: what a count has just said; None: count now.
+        clock: seconds, monotonic.
+
     Attributes:
         swap_bytes, log_bytes, quarantine_bytes: of the present model.
         other_bytes: everything else under the root.
@@ -68,6 +74,7 @@ class DiskUsage:
         fs: FileSystem,
         quota_bytes: int,
         *,
+        counted: FolderUsage | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
@@ -79,7 +86,7 @@ class DiskUsage:
         self._refused_bytes = 0  # used when the last admission was refused
         self._refused_until_s = 0.0
         self.swap_bytes = self.log_bytes = self.quarantine_bytes = self.other_bytes = self.reserved_bytes = 0
-        self.recount()
+        self._take(counted if counted is not None else folder.usage(fingerprint))
 
     @property
     def used_bytes(self) -> int:
@@ -88,10 +95,11 @@ class DiskUsage:
 
     def recount(self) -> None:
         """Count all files."""
-        self.swap_bytes = folder_bytes(self._fs, self._folder.swap_folder(self._fingerprint))
-        self.log_bytes = folder_bytes(self._fs, self._folder.agents_folder(self._fingerprint))
-        self.quarantine_bytes = folder_bytes(self._fs, self._folder.quarantine_folder(self._fingerprint))
-        self.other_bytes = self._folder.used_bytes() - self.swap_bytes - self.log_bytes - self.quarantine_bytes
+        self._take(self._folder.usage(self._fingerprint))
+
+    def _take(self, used: FolderUsage) -> None:
+        self.swap_bytes, self.log_bytes = used.swap_bytes, used.log_bytes
+        self.quarantine_bytes, self.other_bytes = used.quarantine_bytes, used.other_bytes
         database_bytes, *log_bytes = (self._catalog_bytes(suffix) for suffix in ("", "-wal", "-shm"))
         self.reserved_bytes = catalog_reserve_bytes(
             self.quota_bytes, database_bytes=database_bytes, log_bytes=sum(log_bytes)

@@ -17,6 +17,7 @@ class MeteredFileSystem:
     Attributes:
         bytes_written: bytes handed to `write` with success, since construction.
         bytes_read: bytes that `read` returned.
+        reads: calls of `read`.
         fsyncs: calls of `fsync` and `fsync_dir`.
         fsync_s: seconds they took.
     """
@@ -25,6 +26,7 @@ class MeteredFileSystem:
         self._inner = inner
         self.bytes_written = 0
         self.bytes_read = 0
+        self.reads = 0
         self.fsyncs = 0
         self.fsync_s = 0.0
 
@@ -87,6 +89,7 @@ class MeteredFileSystem:
 
     def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
         """See `FileSystem.read`."""
+        self.reads += 1
         data = self._inner.read(path, offset=offset, limit=limit, drop_cache=drop_cache)
         self.bytes_read += len(data)
         return data
@@ -94,6 +97,10 @@ class MeteredFileSystem:
     def listdir(self, path: Path) -> list[str]:
         """See `FileSystem.listdir`."""
         return self._inner.listdir(path)
+
+    def entries(self, path: Path) -> list[tuple[str, FileStat]]:
+        """See `FileSystem.entries`."""
+        return self._inner.entries(path)
 
     def stat(self, path: Path) -> FileStat | None:
         """See `FileSystem.stat`."""

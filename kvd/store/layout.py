@@ -20,6 +20,7 @@ import os
 import plistlib
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,26 @@ _HEX_32: Final = re.compile(r"[0-9a-f]{32}")
 _PAGE_FILE: Final = re.compile(r"([0-9a-f]{32})\.safetensors")
 _LOG_FILE: Final = re.compile(r"[0-9a-f]{32}\.log")
 _CACHE_TAG: Final = b"Signature: 8a477f597d28d172789f06886806bc55\n# KV pages of kvd; leave out of backups.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderUsage:
+    """Bytes of files.
+
+    Attributes:
+        swap_bytes, log_bytes, quarantine_bytes: of one model.
+        other_bytes: everything else under the root.
+    """
+
+    swap_bytes: int
+    log_bytes: int
+    quarantine_bytes: int
+    other_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Every byte under the root."""
+        return self.swap_bytes + self.log_bytes + self.quarantine_bytes + self.other_bytes
 
 
 class DataFolder:
@@ -114,6 +135,22 @@ class DataFolder:
     def used_bytes(self) -> int:
         """Bytes of every file under the root, foreign and temporary ones included (P25)."""
         return folder_bytes(self.fs, self.root)
+
+    def usage(self, fingerprint: str, *, swap_bytes: int | None = None) -> FolderUsage:
+        """Bytes of every file under the root, as `used_bytes`, and what one model has of them; one look at each.
+
+        Args:
+            fingerprint: the model.
+            swap_bytes: of its swap folder, where they are known.
+        """
+        model = self.model_folder(fingerprint)
+        named = (self.swap_folder(fingerprint), self.agents_folder(fingerprint), self.quarantine_folder(fingerprint))
+        own_bytes = [folder_bytes(self.fs, path) for path in named[1:]]
+        if swap_bytes is None:
+            swap_bytes = folder_bytes(self.fs, named[0])
+        other_bytes = folder_bytes(self.fs, self.root, besides=frozenset({model}))
+        other_bytes += folder_bytes(self.fs, model, besides=frozenset(named))
+        return FolderUsage(swap_bytes, *own_bytes, other_bytes)
 
     def model_folder(self, fingerprint: str) -> Path:
         """The folder of one model's state."""
@@ -223,4 +260,4 @@ def _set_xattr(path: Path, name: str, value: bytes) -> None:
         libc.setxattr(os.fsencode(path), name.encode(), value, ctypes.c_size_t(len(value)), ctypes.c_uint32(0), 0)
 
 
-__all__ = ["FORMAT_VERSION", "DataFolder", "is_log_name", "log_name", "page_of_file"]
+__all__ = ["FORMAT_VERSION", "DataFolder", "FolderUsage", "is_log_name", "log_name", "page_of_file"]

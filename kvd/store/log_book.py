@@ -28,12 +28,14 @@ from kvd.store.errors import (
     QuotaExceeded,
     RecordInvalid,
 )
-from kvd.store.fs import FileSystem
+from kvd.store.fs import FileSystem, NotRegularFile
 from kvd.store.layout import DataFolder
+from kvd.store.log_replay import bare, cut_log, replay
 from kvd.store.log_tails import read_tail
-from kvd.store.record_codec import decode_record, encode_parts
+from kvd.store.record_codec import encode_parts
 from kvd.store.records import AgentRecord
 from kvd.store.recovery_report import AgentRef, RecoveryReport, agent_row
+from kvd.store.sleeping import SleepingAgent
 from kvd.store.snapshot import snapshot_records, stands_alone
 from kvd.store.swap_dir import copy_aside, move_aside
 
@@ -60,7 +62,9 @@ class _Entry:
 
 
 class LogBook:
-    """Logs and images of all agents. `append`, `compact`, `delete` and `forget_lost` are the only mutators.
+    """Logs and images of all agents. `append`, `compact`, `wake`, `delete` and `forget_lost` are the only mutators.
+
+    An agent that sleeps has no image yet; what needs one wakes it.
 
     Attributes:
         renewed: damaged logs that were begun anew.
@@ -91,6 +95,9 @@ class LogBook:
         self._references: Counter[PageId] = Counter()
         self._names_unsettled = False
         self.unreadable = set(recovered.unreadable)
+        self._asleep: dict[AgentRef, SleepingAgent] = dict(recovered.asleep)
+        for agent in self._asleep.values():
+            self._references.update(agent.page_ids)
         for ref, image in recovered.agents.items():
             self._put(ref, image, self._open(ref, recovered.logs[ref]))
 
@@ -99,17 +106,61 @@ class LogBook:
         entry = self._entries.get(ref)
         return None if entry is None else entry.image
 
+    def log_bytes(self, ref: AgentRef) -> int:
+        """Length of the agent's log as far as it is committed; 0 when it has none."""
+        known = ref in self._entries or ref in self._asleep
+        return self._log(ref).good_bytes if known else 0
+
     def rows(self, now_s: float) -> list[AgentRow]:
         """Catalog rows of all agents."""
-        return [agent_row(entry.image, entry.log.checksum, now_s) for entry in self._entries.values()]
+        return [
+            *(agent.row for agent in self._asleep.values()),
+            *(_row(each, now_s) for each in self._entries.values()),
+        ]
 
     def row(self, ref: AgentRef, now_s: float) -> AgentRow:
         """Catalog row of one agent."""
-        return agent_row(self._entries[ref].image, self._entries[ref].log.checksum, now_s)
+        return _row(self._entries[ref], now_s)
 
     def references(self, page_id: str) -> int:
         """How many agents' logs name a page."""
         return self._references[PageId(page_id)]
+
+    def wake(self, ref: AgentRef) -> AgentImage:
+        """Read and verify the log of an agent that sleeps; one that is awake stays as it is.
+
+        What is found wrong is treated as at a start: records from the first bad one on go to quarantine, and the agent
+        is what is left. When it returns or raises LogCorrupt the agent sleeps no more.
+
+        Raises:
+            AgentNotFound: no such agent.
+            LogCorrupt: nothing of its log is good; the log is in quarantine and the agent is unknown from now on.
+            OSError: the disk refused; it goes on sleeping.
+        """
+        agent = self._asleep.get(ref)
+        if agent is None:
+            return self._entry(ref).image
+        log = self._open(ref, agent.scan)
+        try:
+            data = self._fs.read(log.path)
+        except (FileNotFoundError, NotADirectoryError, NotRegularFile):
+            data = b""
+        scan = scan_log(data, log_seed(self._fingerprint, log.path.name))
+        image, last, why = replay(log.path.name, scan, self._layouts, self._full_groups)
+        quarantine = self._folder.quarantine_folder(self._fingerprint)
+        if image is None or last is None:
+            move_aside(self._fs, log.path, quarantine)
+            self._drop(ref)
+            raise LogCorrupt(path=str(log.path), offset=0, reason=why or _reason(scan))
+        if last.end < len(data):
+            target = cut_log(self._fs, log.path, last.end, data[last.end :], quarantine)
+            self._facts(
+                f"log {log.path.name}: {len(data) - last.end} committed bytes changed ({why or _reason(scan)}); "
+                f"put aside as {'' if target is None else target.name}"
+            )
+        self._drop(ref)
+        self._put(ref, image, self._open(ref, bare(last)))
+        return image
 
     def append(self, record: AgentRecord, durable: Collection[PageId], admit: Admit) -> AgentImage:
         """Commit a record. One that stands alone replaces a damaged log; the other branches come along.
@@ -288,9 +339,10 @@ class LogBook:
     def forget_lost(self) -> list[AgentRef]:
         """Forget agents whose logs are gone or too short (the folder vanished); what is left goes to quarantine."""
         lost = []
-        for ref, entry in list(self._entries.items()):
-            found = self._fs.stat(entry.log.path)
-            if found is None or found.file_bytes < entry.log.good_bytes:
+        for ref in [*self._entries, *self._asleep]:
+            log = self._log(ref)
+            found = self._fs.stat(log.path)
+            if found is None or found.file_bytes < log.good_bytes:
                 self._lose(ref)
                 lost.append(ref)
         folder = self._folder.agents_folder(self._fingerprint)
@@ -306,12 +358,23 @@ class LogBook:
         return entry
 
     def _sure(self, ref: AgentRef) -> _Entry | None:
-        """The entry, with the log that is there; OSError when that cannot be told now (nothing may be written then)."""
+        """The entry, with the log that is there; OSError when that cannot be told now (nothing may be written then).
+
+        An agent that sleeps is woken. One of whose log nothing is good has none any more.
+        """
+        if ref in self._asleep:
+            with contextlib.suppress(LogCorrupt):
+                self.wake(ref)
         entry = self._entries.get(ref)
         if entry is not None and entry.unsure:
             self._reread(ref)
             self._entries[ref].unsure = False
         return self._entries.get(ref)
+
+    def _log(self, ref: AgentRef) -> AgentLog:
+        """The log of an agent, be it asleep or awake."""
+        agent = self._asleep.get(ref)
+        return self._entries[ref].log if agent is None else self._open(ref, agent.scan)
 
     def _open(self, ref: AgentRef, scan: LogScan | None, *, name_durable: bool = True) -> AgentLog:
         path = self._folder.log_path(self._fingerprint, *ref)
@@ -337,10 +400,10 @@ class LogBook:
             self._facts(f"log {log.path.name} put aside as {moved.name}")
 
     def _lose(self, ref: AgentRef) -> None:
-        entry = self._entries[ref]
+        log = self._log(ref)
         self._drop(ref)
         with contextlib.suppress(OSError):
-            self._put_aside(entry.log)
+            self._put_aside(log)
 
     def _verify(self, entry: _Entry) -> None:
         """See whether a short log still is what was committed; what the disk refuses to read proves nothing."""
@@ -359,29 +422,17 @@ class LogBook:
         self._entries[ref] = _Entry(image, log, self._clock() if verified_s is None else verified_s)
 
     def _drop(self, ref: AgentRef) -> None:
-        entry = self._entries.pop(ref, None)
+        entry, agent = self._entries.pop(ref, None), self._asleep.pop(ref, None)
         if entry is not None:
             self._dereference(entry.image.page_ids())
+        if agent is not None:
+            self._dereference(agent.page_ids)
 
     def _dereference(self, page_ids: Collection[PageId]) -> None:
         for page_id in page_ids:
             self._references[page_id] -= 1
             if self._references[page_id] <= 0:
                 del self._references[page_id]
-
-    def _replay(self, scan: LogScan) -> AgentImage:
-        image: AgentImage | None = None
-        for frame in scan.frames:
-            image = apply(
-                image,
-                decode_record(frame.payload),
-                payload_end=frame.end,
-                layouts=self._layouts,
-                full_groups=self._full_groups,
-            )
-        if image is None:
-            raise RecordInvalid("the log is empty")
-        return image
 
     def _reread(self, ref: AgentRef) -> None:
         """After a rewrite failed: see which of the two logs is there (the new one is whole)."""
@@ -395,10 +446,19 @@ class LogBook:
         if scan.damage is not None:
             self._entries[ref].damaged = True
             return
-        image = self._replay(scan)
+        image, last, why = replay(log.path.name, scan, self._layouts, self._full_groups)
+        if image is None or last is None or why:
+            raise RecordInvalid(why or "the log is empty")
         self._names_unsettled = True
-        bare = LogScan((), scan.good_bytes, scan.checksum, None)
-        self._put(ref, image, self._open(ref, bare, name_durable=False))
+        self._put(ref, image, self._open(ref, bare(last), name_durable=False))
+
+
+def _row(entry: _Entry, now_s: float) -> AgentRow:
+    return agent_row(entry.image, entry.log.checksum, entry.log.last_offset, now_s)
+
+
+def _reason(scan: LogScan) -> str:
+    return "empty" if scan.damage is None else scan.damage.reason
 
 
 __all__ = ["Admit", "LogBook"]

@@ -1,9 +1,10 @@
 """From a data folder in any state to agents that can be served.
 
-Theory of operation. Logs are the truth. In order: (1) remove files that were being written, (2) read every log, cut
-torn ends, put corrupt rests aside, replay, (3) list page files: a page that a log names must have a file of the right
-length with the right identity, a file that no log names is an orphan, (4) bring the catalog in line, (5) count every
-byte. Contents of pages are verified when they are loaded, not here.
+Theory of operation. Logs are the truth. In order: (1) list page files and logs, (2) read the logs that the catalog does
+not vouch for (`kvd.store.sleeping`; without a catalog: all), cut torn ends, put corrupt rests aside, replay, (3) remove
+files that were being written, (4) look at pages: one that a log names must have a file of the right length with the
+right identity, a file that no log names is an orphan, (5) bring the catalog in line, (6) count every byte. Contents of
+pages are verified when they are loaded, not here.
 
 Nothing is deleted that a log names, and no log is deleted. When a log could not be read at all, or lost committed
 records, orphans may be its pages: in the first case they stay, in the second they go to quarantine. Each step only
@@ -26,17 +27,18 @@ from typing import Literal, TypeVar
 
 from kvd.ids import PageId
 from kvd.store.agent_file_io import remove_unfinished
-from kvd.store.agent_image import AgentImage, Layouts, apply
+from kvd.store.agent_image import AgentImage, Layouts
 from kvd.store.agent_log import LogScan, log_seed, scan_log
 from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, CatalogContents, PageRow, open_catalog
-from kvd.store.errors import RecordInvalid
-from kvd.store.fs import FileSystem, folder_bytes, is_temp_name, write_file
-from kvd.store.layout import DataFolder, is_log_name, log_name
+from kvd.store.fs import FileStat, FileSystem, is_temp_name
+from kvd.store.fs_meter import MeteredFileSystem
+from kvd.store.layout import DataFolder, is_log_name
+from kvd.store.log_replay import bare, cut_log, replay
 from kvd.store.page_file import MAX_HEADER_BYTES, PageHeader, file_bytes_for, parse_header
-from kvd.store.record_codec import decode_record
 from kvd.store.records import PageEntry
 from kvd.store.recovery_report import AgentRef, LogTrouble, RecoveryReport, agent_row
-from kvd.store.swap_dir import SwapDir, SwapScan, aside_path, move_aside
+from kvd.store.sleeping import READ_AGENTS, READ_BYTES, SleepingAgent, who_sleeps
+from kvd.store.swap_dir import SwapDir, SwapScan, move_aside
 
 T = TypeVar("T")
 
@@ -49,6 +51,8 @@ def recover(
     *,
     full_groups: frozenset[int] | None = None,
     dry_run: bool = False,
+    read_agents: int = READ_AGENTS,
+    read_bytes: int = READ_BYTES,
 ) -> RecoveryReport:
     """Bring one model's part of the data folder to a state that can be served.
 
@@ -58,7 +62,9 @@ def recover(
         layouts: page layouts by (group, format_id); None for formats it does not know.
         fs: the disk.
         full_groups: groups whose pages hold every computed token; None: all.
-        dry_run: change nothing.
+        dry_run: change nothing, and read every log.
+        read_agents: how many of the agents used last are read although the catalog vouches for them.
+        read_bytes: bytes of their logs, together.
 
     Raises:
         OSError: the disk refused; run it again.
@@ -67,7 +73,7 @@ def recover(
     if not dry_run:
         folder.make_model_folders(fingerprint)
     run = _Recovery(folder, fingerprint, layouts, fs, full_groups, dry_run=dry_run)
-    return run.report(started_s)
+    return run.report(started_s, read_agents, read_bytes)
 
 
 class _Recovery:
@@ -86,13 +92,14 @@ class _Recovery:
         self.folder = folder
         self.fingerprint = fingerprint
         self.layouts = layouts
-        self.fs = fs
+        self.fs = MeteredFileSystem(fs)
         self.full_groups = full_groups
         self.dry_run = dry_run
-        self.swap = SwapDir(folder, fingerprint, fs)
+        self.swap = SwapDir(folder, fingerprint, self.fs)
         self.quarantine = folder.quarantine_folder(fingerprint)
         self.agents: dict[AgentRef, AgentImage] = {}
         self.logs: dict[AgentRef, LogScan] = {}
+        self.asleep: dict[AgentRef, SleepingAgent] = {}
         self.troubles: list[LogTrouble] = []
         self.quarantined: list[str] = []
         self.temp_files: list[str] = []
@@ -104,19 +111,21 @@ class _Recovery:
         self.orphans: dict[PageId, int] = {}
         self.orphans_deleted = 0
 
-    def report(self, started_s: float) -> RecoveryReport:
+    def report(self, started_s: float, read_agents: int, read_bytes: int) -> RecoveryReport:
         """Run all steps."""
         catalog, contents, facts = self._open_catalog()
         try:
-            self._read_logs(contents)
             scan = self.swap.scan()
+            self._read_logs(contents, scan, read_agents, read_bytes)
             self._sweep(scan)
             self._check_pages(scan, contents)
-            adopted, dropped = self._reconcile(catalog, contents)
+            adopted, dropped, in_line = self._reconcile(catalog, contents)
             self._handle_orphans()
         finally:
             if catalog is not None:
                 catalog.close()
+        untouched = not (self.temp_files or self.orphans or self.quarantined)
+        used = self.folder.usage(self.fingerprint, swap_bytes=scan.total_bytes if untouched else None)
         if contents.bad_rows:
             facts += (f"{contents.bad_rows} catalog rows have wrong checksums",)
         return RecoveryReport(
@@ -136,30 +145,38 @@ class _Recovery:
             adopted_pages=adopted,
             dropped_rows=dropped,
             facts=facts,
-            swap_bytes=folder_bytes(self.fs, self.folder.swap_folder(self.fingerprint)),
-            log_bytes=folder_bytes(self.fs, self.folder.agents_folder(self.fingerprint)),
-            quarantine_bytes=folder_bytes(self.fs, self.quarantine),
-            used_bytes=self.folder.used_bytes(),
+            usage=used,
             counters=contents.counters,
             seconds=time.monotonic() - started_s,
             unreadable=self._unreadable(),
+            asleep=self.asleep,
+            read_bytes=self.fs.bytes_read,
+            reads=self.fs.reads,
+            is_catalog_in_line=in_line,
         )
 
     # ---- logs -------------------------------------------------------------------------------------------------------
 
-    def _read_logs(self, contents: CatalogContents) -> None:
+    def _read_logs(self, contents: CatalogContents, scan: SwapScan, read_agents: int, read_bytes: int) -> None:
         agents_folder = self.folder.agents_folder(self.fingerprint)
-        names: list[str] = []
+        found: dict[str, FileStat] = {}
         if not self.dry_run:
             self.fs.fsync_dir(agents_folder)  # names that a killed process left in the system's cache only
         with contextlib.suppress(FileNotFoundError):
-            names = self.fs.listdir(agents_folder)
-        for name in [name for name in names if self._is_special(agents_folder / name)]:
-            names.remove(name)
+            found = dict(self.fs.entries(agents_folder))
+        for name in [name for name, facts in found.items() if facts.is_special]:
+            del found[name]
             self.foreign.append(str((agents_folder / name).relative_to(self.folder.root)))
+        names = list(found)
         committed = {row.log_name: row for row in contents.agents.values()}
+        self.asleep = who_sleeps(
+            self.fs, agents_folder, found, contents, scan.pages, read_agents=read_agents, read_bytes=read_bytes
+        )
+        sleeping = {agent.row.log_name for agent in self.asleep.values()}
         for name in names:
             path = agents_folder / name
+            if name in sleeping:
+                continue
             if is_log_name(name):
                 self._read_log(path, committed.get(name))
             elif is_temp_name(name):
@@ -171,10 +188,6 @@ class _Recovery:
             ref = (row.namespace, row.agent)
             self.troubles.append(LogTrouble(name, ref, "stale", 0, row.log_bytes, "the catalog knows it, it is gone"))
 
-    def _is_special(self, path: Path) -> bool:
-        found = self.fs.stat(path)
-        return found is not None and found.is_special
-
     def _read_log(self, path: Path, committed: AgentRow | None) -> None:
         try:
             data = _read_twice(lambda: self.fs.read(path))
@@ -182,7 +195,8 @@ class _Recovery:
             self.troubles.append(LogTrouble(path.name, None, "unreadable", 0, 0, str(error)))
             return
         scan = scan_log(data, log_seed(self.fingerprint, path.name))
-        image, good, why = self._replay(path.name, scan)
+        image, last, why = replay(path.name, scan, self.layouts, self.full_groups)
+        good = 0 if last is None else last.end
         ref = None if image is None else (image.namespace, image.agent)
         seq = 0 if image is None else image.seq
         stale = committed is not None and committed.seq > seq
@@ -191,31 +205,18 @@ class _Recovery:
             kind: Literal["torn", "corrupt"] = "torn" if torn and not stale else "corrupt"
             reason = why or (scan.damage.reason if scan.damage is not None else "")
             self.troubles.append(LogTrouble(path.name, ref, kind, good, len(data) - good, reason))
-            self._cut_log(path, data, good, aside=kind == "corrupt")
+            if not self.dry_run:
+                rest = data[good:] if kind == "corrupt" else None
+                target = cut_log(self.fs, path, good, rest, self.quarantine)
+                self.quarantined += [] if target is None else [target.name]
         elif stale and committed is not None:
             reason = f"the catalog knows {committed.seq} records, the log has {seq}"
             self.troubles.append(LogTrouble(path.name, ref, "stale", good, 0, reason))
-        if image is not None and ref is not None:
+        if image is not None and ref is not None and last is not None:
             if not stale and (committed is None or committed.seq != seq):
                 self._flush_log(path)
-            last = next(frame for frame in reversed(scan.frames) if frame.end <= good)
             self.agents[ref] = image
-            self.logs[ref] = LogScan((), good, last.checksum, None)  # no frames: images of many agents keep no KV
-
-    def _replay(self, name: str, scan: LogScan) -> tuple[AgentImage | None, int, str]:
-        """Image, end of the part that replays, and why it ends before the scan's end."""
-        image: AgentImage | None = None
-        good = 0
-        for frame in scan.frames:
-            try:
-                record = decode_record(frame.payload)
-                if record.seq != frame.seq or log_name(record.namespace, record.agent) != name:
-                    raise RecordInvalid("its frame names another one", seq=frame.seq)
-                image = apply(image, record, payload_end=frame.end, layouts=self.layouts, full_groups=self.full_groups)
-            except RecordInvalid as error:
-                return image, good, error.message
-            good = frame.end
-        return image, good, ""
+            self.logs[ref] = bare(last)
 
     def _flush_log(self, path: Path) -> None:
         """A killed process may have left a record that is in the system's cache only; from here on it counts."""
@@ -223,21 +224,6 @@ class _Recovery:
             return
         handle = self.fs.open_append(path)
         try:
-            self.fs.fsync(handle)
-        finally:
-            self.fs.close(handle)
-
-    def _cut_log(self, path: Path, data: bytes, good: int, *, aside: bool) -> None:
-        """Cut a log to its good part; the rest goes to quarantine first when it was committed."""
-        if self.dry_run:
-            return
-        if aside:
-            target = aside_path(self.fs, path.name, self.quarantine)
-            write_file(self.fs, target, [data[good:]])
-            self.quarantined.append(target.name)
-        handle = self.fs.open_append(path)
-        try:
-            self.fs.truncate(handle, good)
             self.fs.fsync(handle)
         finally:
             self.fs.close(handle)
@@ -295,7 +281,13 @@ class _Recovery:
             else:
                 self.pages[page_id] = header
                 self.file_bytes[page_id] = file_bytes
-        self.orphans = {page_id: size for page_id, size in scan.pages.items() if page_id not in named}
+        vouched = {page_id for agent in self.asleep.values() for page_id in agent.page_ids}
+        for page_id in vouched - named.keys():
+            self.pages[page_id] = contents.pages[page_id].header(self.fingerprint)
+            self.file_bytes[page_id] = scan.pages[page_id]
+        self.orphans = {
+            page_id: size for page_id, size in scan.pages.items() if page_id not in named and page_id not in vouched
+        }
 
     def _header(self, page_id: PageId) -> PageHeader | None:
         """What the page's file says it is; None when it is no page file."""
@@ -351,15 +343,18 @@ class _Recovery:
         except CATALOG_ERRORS as error:
             return None, CatalogContents({}, {}, {}, 0), (f"no catalog: {error}",)
 
-    def _reconcile(self, catalog: Catalog | None, contents: CatalogContents) -> tuple[int, int]:
-        """Make the catalog say what logs and files say; returns pages adopted and rows dropped."""
+    def _reconcile(self, catalog: Catalog | None, contents: CatalogContents) -> tuple[int, int, bool]:
+        """Make the catalog say what logs and files say; returns pages adopted, rows dropped, and whether it does."""
         now_s = time.time()
         adopted = [page_id for page_id in self.pages if self._row_differs(page_id, contents.pages.get(page_id))]
         dropped_pages = [page_id for page_id in contents.pages if page_id not in self.pages]
         unreadable = self._unreadable()
         dropped_agents = [
-            ref for ref, row in contents.agents.items() if ref not in self.agents and row.log_name not in unreadable
+            ref
+            for ref, row in contents.agents.items()
+            if ref not in self.agents and ref not in self.asleep and row.log_name not in unreadable
         ]
+        in_line = False
         if catalog is not None:
             with contextlib.suppress(*CATALOG_ERRORS):  # derived state: a slower next start is all that is lost
                 for page_id in adopted:
@@ -370,12 +365,13 @@ class _Recovery:
                 for namespace, agent in dropped_agents:
                     catalog.drop_agent(namespace, agent)
                 for ref, image in self.agents.items():
-                    row = agent_row(image, self.logs[ref].checksum, now_s)
-                    old = contents.agents.get(ref)
-                    if old is None or (old.seq, old.log_checksum) != (row.seq, row.log_checksum):
+                    log = self.logs[ref]
+                    row = agent_row(image, log.checksum, log.last_offset, now_s)
+                    if not row.says_the_same(contents.agents.get(ref)):
                         catalog.put_agent(row)
                 catalog.commit()
-        return len(adopted), len(dropped_pages) + len(dropped_agents)
+                in_line = True
+        return len(adopted), len(dropped_pages) + len(dropped_agents), in_line
 
     def _unreadable(self) -> frozenset[str]:
         return frozenset(trouble.log for trouble in self.troubles if trouble.kind == "unreadable")

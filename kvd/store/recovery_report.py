@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvd.ids import PageId
 from kvd.store.agent_image import AgentImage
 from kvd.store.agent_log import LogScan
 from kvd.store.catalog import AgentRow
-from kvd.store.layout import log_name
+from kvd.store.layout import FolderUsage, log_name
 from kvd.store.page_file import PageHeader
-
-AgentRef = tuple[str, str]
-"""(namespace, agent)."""
+from kvd.store.sleeping import AgentRef, SleepingAgent, pack_pages, pack_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class RecoveryReport:
     """What was found and done. Figures in bytes count file lengths.
 
     Attributes:
-        agents: every agent that has a log with at least one good record.
+        agents: every agent whose log was read and has at least one good record.
         logs: where each agent's log stands; what `SwapStore` continues.
         pages: header of every page that has a durable file and is named by a log.
         file_bytes: length of those files.
@@ -59,11 +57,14 @@ class RecoveryReport:
         adopted_pages: pages the catalog did not know.
         dropped_rows: catalog rows without a page or agent.
         facts: what happened to the catalog.
-        swap_bytes: page files; `log_bytes`, `quarantine_bytes` and `used_bytes` (every byte under the root) likewise.
+        usage: bytes of the model's page files, logs and quarantine, and of everything under the root.
         counters: lifetime counters of the catalog.
         seconds: how long it took.
         unreadable: names of logs that the disk refused to read, twice (see `kvd.store.layout.log_name`). Their agents
             exist: nobody may make them anew.
+        asleep: agents whose logs were not read, since the catalog vouches for them.
+        read_bytes: what was read of files, the catalog apart; `reads` how often.
+        is_catalog_in_line: the catalog was brought in line with all this, durably.
     """
 
     agents: dict[AgentRef, AgentImage]
@@ -82,17 +83,38 @@ class RecoveryReport:
     adopted_pages: int
     dropped_rows: int
     facts: tuple[str, ...]
-    swap_bytes: int
-    log_bytes: int
-    quarantine_bytes: int
-    used_bytes: int
+    usage: FolderUsage
     counters: Mapping[str, int]
     seconds: float
     unreadable: frozenset[str] = frozenset()
+    asleep: dict[AgentRef, SleepingAgent] = field(default_factory=dict)
+    read_bytes: int = 0
+    reads: int = 0
+    is_catalog_in_line: bool = False
+
+    @property
+    def swap_bytes(self) -> int:
+        """Bytes of page files."""
+        return self.usage.swap_bytes
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of logs."""
+        return self.usage.log_bytes
+
+    @property
+    def quarantine_bytes(self) -> int:
+        """Bytes of what was put aside."""
+        return self.usage.quarantine_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Every byte under the root."""
+        return self.usage.used_bytes
 
 
-def agent_row(image: AgentImage, checksum: bytes, now_s: float) -> AgentRow:
-    """The catalog row of an agent."""
+def agent_row(image: AgentImage, checksum: bytes, last_offset: int, now_s: float) -> AgentRow:
+    """The catalog row of an agent whose log ends with the record that starts at `last_offset`."""
     return AgentRow(
         namespace=image.namespace,
         agent=image.agent,
@@ -103,6 +125,9 @@ def agent_row(image: AgentImage, checksum: bytes, now_s: float) -> AgentRow:
         tokens=len(image.branch.tokens),
         branches=len(image.branches),
         updated_s=now_s,
+        last_offset=last_offset,
+        pages=pack_pages(image.page_ids()),
+        summary=pack_summary(image),
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvd.ids import PageId
 from kvd.quant.spec import PageLayout
 from kvd.store.errors import PageMissing
-from kvd.store.fs import FileSystem, NotRegularFile, is_temp_name, make_folder, write_file
+from kvd.store.fs import FileStat, FileSystem, NotRegularFile, is_temp_name, make_folder, write_file
 from kvd.store.layout import DataFolder, page_of_file
 from kvd.store.page_file import PageHeader, decode_page, encode_page
 
@@ -27,11 +27,13 @@ class SwapScan:
         pages: length in bytes of every file that is named like a page and lies where it belongs.
         temp_files: files that were being written when the last process died.
         foreign_files: everything else; counted, never touched.
+        total_bytes: length of all of them.
     """
 
     pages: dict[PageId, int]
     temp_files: tuple[Path, ...]
     foreign_files: tuple[Path, ...]
+    total_bytes: int
 
 
 class SwapDir:
@@ -113,28 +115,31 @@ class SwapDir:
         temp_files: list[Path] = []
         foreign: list[Path] = []
         root = self._folder.swap_folder(self._fingerprint)
-        for path, file_bytes, special in _files(self._fs, root):
-            page_id = page_of_file(path.name)
-            if page_id is not None and path == self.path(page_id) and not special:
-                pages[page_id] = file_bytes
-            elif is_temp_name(path.name):
-                temp_files.append(path)
+        files = _files(self._fs, root)
+        for folder, name, found in files:
+            page_id = page_of_file(name)
+            # the place is compared by parts: making a path for each of a hundred thousand files takes a second
+            is_at_home = page_id is not None and folder.name == page_id[:2] and folder.parent == root
+            if page_id is not None and is_at_home and not found.is_special:
+                pages[page_id] = found.file_bytes
+            elif is_temp_name(name):
+                temp_files.append(folder / name)
             else:
-                foreign.append(path)
-        return SwapScan(pages, tuple(temp_files), tuple(foreign))
+                foreign.append(folder / name)
+        total_bytes = sum(found.file_bytes for _, _, found in files)
+        return SwapScan(pages, tuple(temp_files), tuple(foreign), total_bytes)
 
 
-def _files(fs: FileSystem, folder: Path) -> list[tuple[Path, int, bool]]:
-    """Every file under `folder`, its length in bytes, and whether it is a pipe, socket or device."""
-    found: list[tuple[Path, int, bool]] = []
+def _files(fs: FileSystem, folder: Path) -> list[tuple[Path, str, FileStat]]:
+    """Every file under `folder`: where it lies, its name and its facts."""
+    files: list[tuple[Path, str, FileStat]] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for name in fs.listdir(folder):
-            stat = fs.stat(folder / name)
-            if stat is not None and stat.is_folder:
-                found.extend(_files(fs, folder / name))
-            elif stat is not None:
-                found.append((folder / name, stat.file_bytes, stat.is_special))
-    return found
+        for name, found in fs.entries(folder):
+            if found.is_folder:
+                files.extend(_files(fs, folder / name))
+            else:
+                files.append((folder, name, found))
+    return files
 
 
 def aside_path(fs: FileSystem, name: str, quarantine: Path) -> Path:
@@ -181,10 +186,7 @@ def prune_quarantine(fs: FileSystem, quarantine: Path, *, wanted_bytes: int) -> 
     Returns:
         Bytes freed.
     """
-    files: list[tuple[float, Path, int]] = []
-    for path, file_bytes, _ in _files(fs, quarantine):
-        stat = fs.stat(path)
-        files.append((0.0 if stat is None else stat.mtime_s, path, file_bytes))
+    files = [(found.mtime_s, folder / name, found.file_bytes) for folder, name, found in _files(fs, quarantine)]
     freed_bytes = 0
     for _, path, file_bytes in sorted(files):
         if freed_bytes >= wanted_bytes:

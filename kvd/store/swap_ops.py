@@ -86,6 +86,18 @@ class DeleteLogOp:
 
 
 @dataclass(frozen=True, slots=True)
+class WakeLogOp:
+    """Read and verify the log of an agent that sleeps since the start (`kvd.store.sleeping`).
+
+    `SwapResult.image` is the agent, `SwapResult.value` a tuple of `PageHeader`: its pages that have files.
+    After LogCorrupt the agent is gone, after any other error it goes on sleeping.
+    """
+
+    namespace: str
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReadTailOp:
     """Read a branch's tail KV; `SwapResult.payload`: `[kv_heads, tail_tokens, width]` per tensor, in layout order."""
 
@@ -160,6 +172,7 @@ SwapOp = (
     | ReadTailOp
     | FlushOp
     | FileStepOp
+    | WakeLogOp
 )
 
 
@@ -176,7 +189,7 @@ class SwapResult:
         payload: page (a view into its file's bytes) or tail, for reads that succeeded.
         image: the agent afterwards, for records and compactions that succeeded.
         facts: what else happened and belongs into the log (quarantined files, recreated folders, a new catalog).
-        value: what a `FileStepOp` returned.
+        value: what a `FileStepOp` returned, or a `WakeLogOp` says.
     """
 
     op: SwapOp | SwapBroken
@@ -249,5 +262,6 @@ __all__ = [
     "SwapOp",
     "SwapResult",
     "SwapStatistics",
+    "WakeLogOp",
     "WritePageOp",
 ]

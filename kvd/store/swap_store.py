@@ -23,12 +23,13 @@ from kvd.store.agent_image import AgentImage, Layouts
 from kvd.store.catalog import AgentRow
 from kvd.store.catalog_keeper import CatalogKeeper
 from kvd.store.disk_usage import DiskUsage, log_reserve_bytes
-from kvd.store.errors import DiskFault, FileFault, LogVanished, PageCorrupt, PageMissing, PageReferenced
+from kvd.store.errors import DiskFault, FileFault, LogCorrupt, LogVanished, PageCorrupt, PageMissing, PageReferenced
 from kvd.store.fs import FileSystem
 from kvd.store.fs_meter import MeteredFileSystem
 from kvd.store.layout import DataFolder
 from kvd.store.log_book import LogBook
 from kvd.store.page_file import PageHeader, file_bytes_for
+from kvd.store.records import PageEntry
 from kvd.store.recovery_report import RecoveryReport
 from kvd.store.swap_dir import SwapDir
 from kvd.store.swap_ops import (
@@ -43,6 +44,7 @@ from kvd.store.swap_ops import (
     SwapOp,
     SwapResult,
     SwapStatistics,
+    WakeLogOp,
     WritePageOp,
 )
 
@@ -90,9 +92,15 @@ class SwapStore:
         self._doomed: dict[str, None] = {}
         self._logs = LogBook(folder, fingerprint, self._fs, layouts, full_groups, recovered, self._facts.append)
         self._written_before = recovered.counters.get("bytes_written", 0)
-        self._usage = DiskUsage(folder, fingerprint, self._fs, quota_bytes)
+        self._usage = DiskUsage(folder, fingerprint, self._fs, quota_bytes, counted=recovered.usage)
         self._catalog = CatalogKeeper(
-            folder, fingerprint, self._fs, self._known, self._facts.append, lambda: self._logs.unreadable
+            folder,
+            fingerprint,
+            self._fs,
+            self._known,
+            self._facts.append,
+            lambda: self._logs.unreadable,
+            is_in_line=recovered.is_catalog_in_line,
         )
         self._counts = dict.fromkeys(
             ("pages_written", "pages_read", "records", "compacted", "deleted", "corrupt", "missing", "write_errors"), 0
@@ -233,6 +241,8 @@ class SwapStore:
                 self._usage.log_bytes -= self._logs.delete((op.namespace, op.agent))
                 if self._catalog.renewals != renewals:  # made anew while the agent was still known: its row is back
                     self._catalog.drop_agent(op.namespace, op.agent)
+            case WakeLogOp():
+                return self._wake(op)
             case ReadTailOp():
                 tail = self._logs.read_tail((op.namespace, op.agent), op.branch, op.group, op.segment)
                 return SwapResult(op, None, 0.0, payload=tail)
@@ -286,8 +296,7 @@ class SwapStore:
 
     def _append(self, op: AppendRecordOp) -> SwapResult:
         ref = (op.record.namespace, op.record.agent)
-        old = self._logs.image(ref)
-        before = 0 if old is None else old.log_bytes
+        before = self._logs.log_bytes(ref)
         renewed = self._logs.renewed
         durable = {*self._pages, *op.missing} if op.missing else self._pages
         try:
@@ -308,6 +317,36 @@ class SwapStore:
         finally:
             self._usage.recount()
         return self._log_changed(op, ref, image, "compacted")
+
+    def _wake(self, op: WakeLogOp) -> SwapResult:
+        ref = (op.namespace, op.agent)
+        before = self._logs.log_bytes(ref)
+        try:
+            image = self._logs.wake(ref)
+        except LogCorrupt:
+            self._catalog.drop_agent(*ref)
+            self._usage.recount()
+            raise
+        if image.log_bytes != before:
+            self._catalog.put_agent(self._logs.row(ref, time.time()))
+            self._usage.recount()
+        for branch in image.branches.values():
+            for segment in branch.segments:
+                for entry in segment.pages:
+                    self._check_identity(entry, segment.group, segment.format_id)
+        headers = tuple(self._pages[page] for page in image.page_ids() if page in self._pages)
+        return SwapResult(op, None, 0.0, image=image, value=headers)
+
+    def _check_identity(self, entry: PageEntry, group: int, format_id: str) -> None:
+        """A page that a log names and that says it is another one is none; a start sees this for logs it reads."""
+        header = self._pages.get(entry.page_id)
+        if header is None:
+            return
+        found = (header.key, header.runs, header.group, header.format_id)
+        if found != (entry.key, entry.runs, group, format_id):
+            self._counts["corrupt"] += 1
+            self._forget_page(entry.page_id)
+            self._put_aside(entry.page_id)
 
     def _log_changed(
         self, op: AppendRecordOp | CompactLogOp, ref: tuple[str, str], image: AgentImage, count: str
@@ -406,7 +445,7 @@ def _doing(op: SwapOp) -> str:
             return f"Reading page {op.expected.page_id}"
         case AppendRecordOp():
             return f"Committing record {op.record.seq} of agent {op.record.agent!r}"
-        case CompactLogOp() | DeleteLogOp() | ReadTailOp():
+        case CompactLogOp() | DeleteLogOp() | ReadTailOp() | WakeLogOp():
             return f"{type(op).__name__.removesuffix('Op')} of agent {op.agent!r}"
         case DeletePageOp():
             return f"Deleting page {op.page_id}"

@@ -34,6 +34,7 @@ from kvd.store.swap_ops import (
     SwapOp,
     SwapResult,
     SwapStatistics,
+    WakeLogOp,
     WritePageOp,
 )
 from kvd.store.swap_store import SwapStore
@@ -218,7 +219,7 @@ def _subject(op: SwapOp) -> Subject:
             return ("page", op.page_id)
         case AppendRecordOp():
             return ("log", op.record.namespace, op.record.agent)
-        case CompactLogOp() | DeleteLogOp() | ReadTailOp():
+        case CompactLogOp() | DeleteLogOp() | ReadTailOp() | WakeLogOp():
             return ("log", op.namespace, op.agent)
         case FileStepOp():
             return ("file", op.path)

@@ -328,6 +328,10 @@ class LossyFileSystem:
         self._die_if_dead()
         return sorted(self._folder(path).live)
 
+    def entries(self, path: Path) -> list[tuple[str, FileStat]]:
+        """See `FileSystem.entries`."""
+        return [(name, found) for name in self.listdir(path) if (found := self.stat(path / name)) is not None]
+
     def stat(self, path: Path) -> FileStat | None:
         """See `FileSystem.stat`."""
         self._die_if_dead()
