@@ -35,6 +35,7 @@ from kvd.store.errors import LogUnreadable
 from kvd.store.fs import FileHandle, RealFileSystem
 from kvd.store.layout import DataFolder, log_name
 from kvd.store.recovery import recover
+from kvd.store.sleeping import READ_AGENTS
 from kvd.store.swap_ops import SwapBroken, SwapResult
 from kvd.store.swap_thread import SwapThread
 from kvd.vm.errors import IllegalTransition
@@ -123,8 +124,10 @@ class Runner:
         sharing: str = "namespace",
         limits: LimitSettings | None = None,
         pressure: Pressure | None = None,
+        read_agents: int = READ_AGENTS,
         **options: Any,
     ) -> None:
+        self.read_agents = read_agents
         self.root = root
         self.budget_bytes = budget_bytes
         self.clock = clock
@@ -160,7 +163,7 @@ class Runner:
         def layouts(group: int, format_id: str) -> Any:
             return formats.layouts.get((group, format_id))
 
-        report = recover(self.folder, spec.fingerprint, layouts, self.fs)
+        report = recover(self.folder, spec.fingerprint, layouts, self.fs, read_agents=self.read_agents)
         swap = SwapThread(
             folder=self.folder,
             fingerprint=spec.fingerprint,

@@ -20,6 +20,7 @@ from kvd.store.page_file import PageHeader
 from kvd.store.records import AgentRecord, PageEntry, PositionRun, SegmentDelta
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import RecoveryReport
+from kvd.store.sleeping import READ_AGENTS
 from kvd.store.swap_store import SwapStore
 from kvd.vm.text import Span
 
@@ -200,12 +201,12 @@ def content(image: AgentImage, read_tail: object = None) -> object:
 
 
 def open_store(
-    fs: FileSystem, root: Path = ROOT, *, quota_bytes: int = 1 << 40
+    fs: FileSystem, root: Path = ROOT, *, quota_bytes: int = 1 << 40, read_agents: int = READ_AGENTS
 ) -> tuple[DataFolder, RecoveryReport, SwapStore]:
     """Open the folder, recover, and make a store: what a daemon does at start."""
     folder = DataFolder(root, fs)
     folder.open()
-    report = recover(folder, FINGERPRINT, layouts, fs)
+    report = recover(folder, FINGERPRINT, layouts, fs, read_agents=read_agents)
     store = SwapStore(
         folder=folder,
         fingerprint=FINGERPRINT,

@@ -1,0 +1,127 @@
+"""Agents that sleep since the start, as whoever uses them sees it: not at all."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.errors import AgentExists
+from kvd.scheduler.views import agent_list, residency, statistics
+from kvd.store.errors import DiskFault
+from tests.scheduler.harness import ref_of
+from tests.scheduler.test_engine import WAIT_S, Runner, make_runner  # noqa: F401
+from tests.scheduler.test_turn import text_of
+
+AGENTS = ("a", "b", "c")
+LENGTHS = {"a": 40, "b": 60, "c": 20}
+
+
+@pytest.fixture
+def started(make_runner: Callable[..., Runner]) -> Callable[..., Runner]:  # noqa: F811
+    """Starts an engine on a folder of three agents, none of which is read; `sharing` of that engine."""
+    first = make_runner(sharing="agent")
+    for name in AGENTS:
+        first.turn(name, name + text_of(LENGTHS[name])).wait()
+    listed = first.look(lambda core: agent_list(core, None))
+    first.stop()
+
+    def start(sharing: str = "agent") -> Runner:
+        second = make_runner(sharing=sharing, read_agents=0)
+        second.listed = listed  # type: ignore[attr-defined]
+        assert second.look(lambda core: len(core.agents.asleep)) == len(AGENTS)
+        return second
+
+    return start
+
+
+def asleep(engine: Runner) -> set[str]:
+    """Who sleeps."""
+    return {ref.agent for ref in engine.look(lambda core: list(core.agents.asleep))}
+
+
+def test_a_list_shows_sleepers_as_they_are(started: Callable[..., Runner]) -> None:
+    """P40: the same figures as before the restart, but for what was in RAM; and nobody is woken for it."""
+    engine = started()
+    shown = engine.look(lambda core: agent_list(core, None))
+    on_disk = ("resident_pages", "swapped_pages", "resident_bytes")
+    for was, now in zip(engine.listed, shown, strict=True):  # type: ignore[attr-defined]
+        assert {k: v for k, v in was.items() if k not in on_disk} == {k: v for k, v in now.items() if k not in on_disk}
+        assert (now["resident_pages"], now["resident_bytes"]) == (0, 0)
+        assert now["swapped_pages"] == was["resident_pages"] + was["swapped_pages"]
+    figures = engine.look(statistics)
+    assert (figures["agents"], figures["agents_asleep"]) == (3, 3)
+    assert engine.look(lambda core: residency(core, None))["asleep"] == 3
+    assert asleep(engine) == set(AGENTS)
+
+
+def test_a_turn_wakes_its_agent_and_no_other(started: Callable[..., Runner]) -> None:
+    """P14: it goes on at the exact token, durably."""
+    engine = started()
+    text = "b" + text_of(LENGTHS["b"])
+    before = next(each for each in engine.listed if each["agent"] == "b")  # type: ignore[attr-defined]
+    turn = engine.turn("b", text).result
+    assert turn["durable"]
+    assert turn["match"] == "diverge", "the prompt is the text without its answer"
+    assert turn["cached_tokens"] == turn["prompt_tokens"] - 1
+    assert turn["prompt_tokens"] < before["tokens"]
+    assert asleep(engine) == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        ("fork", {"new_agent": "d"}),
+        ("rollback", {"tokens": 5}),
+        ("delete", {}),
+        ("pin", {}),
+        ("evict", {}),
+        ("wake", {}),
+    ],
+)
+def test_every_operation_wakes_its_agent(
+    started: Callable[..., Runner], operation: str, arguments: dict[str, Any]
+) -> None:
+    """P10: none takes a sleeping agent for one that does not exist."""
+    engine = started()
+    assert engine.job(operation, "a", **arguments).wait()[1] is None
+    assert "a" not in asleep(engine)
+    exists = engine.look(lambda core: core.agents.find(ref_of("a")) is not None)
+    assert exists == (operation != "delete")
+
+
+def test_the_name_of_a_sleeper_is_taken(started: Callable[..., Runner]) -> None:
+    """P10: nobody can fork onto it."""
+    engine = started()
+    assert isinstance(engine.job("fork", "a", new_agent="b").error, AgentExists)
+
+
+def test_a_log_that_cannot_be_read_now_is_asked_for_again(
+    started: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P8: whoever asked is told, the agent goes on sleeping, and the next request has it."""
+    engine = started()
+
+    def refuse(path: Path, **options: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.fs, "read", refuse)
+        assert isinstance(engine.turn("a", "a" + text_of(LENGTHS["a"])).error, DiskFault)
+    assert "a" in asleep(engine)
+    assert engine.turn("a", "a" + text_of(LENGTHS["a"])).result["match"] == "diverge"
+
+
+def test_sleepers_of_a_namespace_in_use_wake_when_nothing_else_is_to_do(started: Callable[..., Runner]) -> None:
+    """P18: what they have computed can be shared again; without sharing nobody is woken for it."""
+    engine = started(sharing="namespace")
+    assert asleep(engine) == set(AGENTS)
+    engine.turn("new", "q" + text_of(5)).wait()
+    deadline_s = time.monotonic() + WAIT_S
+    while asleep(engine):
+        assert time.monotonic() < deadline_s
+    assert engine.look(lambda core: len(core.agents)) == len(AGENTS) + 1
