@@ -10,12 +10,13 @@ PYTEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test test-long check format bench clean
+.PHONY: help demo test test-long torture check format bench clean
 
 help:
 	@echo "make demo    install into .venv and show an agent's context surviving kill -9"
 	@echo "make test    everything CI runs"
 	@echo "make test-long  the tests that take minutes"
+	@echo "make torture kill -9 by the hundred under load, flipped bits by the thousand; about half an hour"
 	@echo "make check   format, lint, types, layers, documentation, file sizes"
 	@echo "make format  rewrite the sources as 'make check' wants them"
 	@echo "make bench   the figures the README quotes"
@@ -40,6 +41,10 @@ test: check
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long
+
+torture: $(STAMP)
+	$(BIN)/python -m tests.torture --kills 200 --flips 1000 --races 20
+	$(BIN)/python -m pytest tests/faults
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

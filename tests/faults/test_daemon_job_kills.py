@@ -12,6 +12,7 @@ from kvd_client import Client, ConnectionLost, DaemonUnreachable
 from kvd_client.errors import AgentNotFound
 from tests.support.daemon import Daemon, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -59,11 +60,11 @@ def tokens_of(daemon: Daemon, name: str) -> int | None:
         return None
 
 
-def test_control_operations_survive_kills(tiny_model_dir: Path, tally: Counter[str]) -> None:
+def test_control_operations_survive_kills(tiny_model_dir: Path, zygote: Zygote | None, tally: Counter[str]) -> None:
     """P2 P5: nothing half done, nothing taken back, and forks keep the pages they share with a parent that is gone."""
     text = prose(TOKENS, "a")
     replies = 0
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as daemon:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         for name in CASES:
             daemon.client.inject(name, text)
             daemon.client.fork(name, f"{name}-child")

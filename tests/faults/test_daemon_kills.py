@@ -21,6 +21,7 @@ import pytest
 from kvd_client import ConnectionLost, DaemonUnreachable, GenerateResult, GenerateStream
 from tests.support.daemon import Daemon, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.daemon, pytest.mark.timeout(240)]
 
@@ -31,6 +32,7 @@ NEW = 16
 TRIGGERS = ("matched", "prefill", "first_token", "text", "usage", "usage", "durable")
 """The event after which the kill comes; `usage` is the last one before the commit, so it counts twice."""
 SEED = 20
+OPTIONS = ("--check", "--sharing", "agent")
 
 
 def added(agent: int, turn: int) -> str:
@@ -114,9 +116,9 @@ def _kill_after(daemon: Daemon, stream: GenerateStream, trigger: str, delay_s: f
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny_model_dir: Path) -> Iterator[dict[int, list[str]]]:
+def unbroken(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[dict[int, list[str]]]:
     """Each agent's generated texts when nothing is ever killed."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir, ("--check", "--sharing", "agent")) as daemon:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, OPTIONS, zygote=zygote) as daemon:
         scripts = [Script(agent) for agent in range(AGENTS)]
         for script in scripts:
             for _ in range(KILLS + 2):
@@ -126,14 +128,14 @@ def unbroken(tiny_model_dir: Path) -> Iterator[dict[int, list[str]]]:
 
 
 def test_durable_turns_survive_kills_at_any_moment(
-    tiny_model_dir: Path, unbroken: dict[int, list[str]], tally: Counter[str]
+    tiny_model_dir: Path, unbroken: dict[int, list[str]], zygote: Zygote | None, tally: Counter[str]
 ) -> None:
     """P2, P3: after each of many kills every durable token is reused, every text equals the unbroken run's."""
     chance = random.Random(SEED)
     scripts = [Script(agent) for agent in range(AGENTS)]
     triggers = []
     with short_folder() as folder:
-        daemon = Daemon(folder, tiny_model_dir, ("--check", "--sharing", "agent"))
+        daemon = Daemon(folder, tiny_model_dir, OPTIONS, zygote=zygote)
         try:
             for kill in range(KILLS):
                 if kill % 5 == 4:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvd_client import Client, KvdClientError
+from tests.support.zygote import Forked, Zygote
 
 READY_S = 60.0
 STOP_S = 30.0
@@ -63,6 +64,7 @@ class Daemon:
         options: further options of `kvd serve`.
         umask: of the process.
         socket: its path; else in the data folder.
+        zygote: what processes are forked off, which makes starts quick; None: each is started as a user would.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Daemon:
         *,
         umask: int = 0o022,
         socket: Path | None = None,
+        zygote: Zygote | None = None,
     ) -> None:
+        self.zygote = zygote
         self.folder = folder
         self.data_dir = folder / "data"
         self.socket = socket or self.data_dir / "kvd.sock"
@@ -81,7 +85,7 @@ class Daemon:
         self.model = model
         self.options = list(options)
         self.umask = umask
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._client: Client | None = None
 
     # ---- the process ------------------------------------------------------------------------------------------------
@@ -94,6 +98,10 @@ class Daemon:
     def spawn(self) -> None:
         """Start the process without waiting for it."""
         assert self._process is None, "it runs already"
+        if self.zygote is not None:
+            arguments, environment = self.command()[3:], daemon_environment()
+            self._process = self.zygote.spawn(arguments, environment=environment, log=self.log, umask=self.umask)
+            return
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(),
@@ -122,7 +130,7 @@ class Daemon:
         return False
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> subprocess.Popen[bytes] | Forked:
         """The running process."""
         assert self._process is not None, "it does not run"
         return self._process
