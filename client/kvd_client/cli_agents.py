@@ -130,6 +130,20 @@ def unpin(session: Session, /, agent: str) -> None:
 @click.command()
 @click.argument("agent")
 @with_session
+def verify(session: Session, /, agent: str) -> None:
+    """Read and verify every page file of AGENT; bad ones are written anew from clean copies in RAM.
+
+    Example: kvd-client verify alice
+    """
+    info = session.client.verify(agent)
+    counts = ("checked", "rewritten", "bad", "unread")
+    words = ", ".join(f"{info.server.get(f'{name}_pages', 0)} {name}" for name in counts)
+    _done(session, f"{agent} verified (pages: {words})", info)
+
+
+@click.command()
+@click.argument("agent")
+@with_session
 def prefetch(session: Session, /, agent: str) -> None:
     """Load AGENT's pages while there is room, as a hint before a call.
 
@@ -304,6 +318,7 @@ AGENT_COMMANDS: tuple[click.Command, ...] = (
     rollback,
     pin,
     unpin,
+    verify,
     prefetch,
     evict,
     rm,

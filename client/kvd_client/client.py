@@ -222,6 +222,10 @@ class Client:
         """Write the agent's pages to disk and free their RAM."""
         return self._run(calls.on_agent("evict", agent, namespace or self.namespace))
 
+    def verify(self, agent: str, *, namespace: str | None = None) -> AgentInfo:
+        """Have the agent's page files verified; bad ones are written anew from RAM. Figures are in `server`."""
+        return self._run(calls.on_agent("verify", agent, namespace or self.namespace))
+
     def delete(self, agent: str, *, namespace: str | None = None) -> None:
         """Forget the agent, in RAM and on disk."""
         self._run(calls.delete(agent, namespace or self.namespace))

@@ -18,6 +18,7 @@ from kvd.scheduler.errors import NotDeleted
 from kvd.scheduler.exporting import export_agent
 from kvd.scheduler.importing import import_agent
 from kvd.scheduler.requests import AgentRef, JobRequest
+from kvd.scheduler.verifying import verify_agent
 from kvd.scheduler.views import agent_info
 from kvd.scheduler.waiting import Stop, Wait, cut_held, until_in, until_written
 from kvd.store.records import RecordKind
@@ -56,6 +57,7 @@ def run_job(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
         "export": export_agent,
         "import": import_agent,
         "wake": _wake,
+        "verify": _verify,
     }
     return operations[request.operation](core, request, stop)
 
@@ -158,6 +160,12 @@ def _compact(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     agent = core.agents.get(request.ref)
     yield from compact(core, agent)
     return agent_info(core, agent)
+
+
+def _verify(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
+    agent = core.agents.get(request.ref)
+    figures = yield from verify_agent(core, agent, stop)
+    return agent_info(core, agent) | figures
 
 
 def _wake(core: EngineCore, request: JobRequest, stop: Stop) -> Job:

@@ -91,8 +91,8 @@ class JobRequest:
     Attributes:
         request_id: unique over all connections.
         ref: the agent it concerns.
-        operation: `fork`, `rollback`, `delete`, `pin`, `unpin`, `evict`, `prefetch`, `export`, `import`; `save`,
-            `compact` of the engine.
+        operation: `fork`, `rollback`, `delete`, `pin`, `unpin`, `evict`, `prefetch`, `export`, `import`,
+            `verify`; `save`, `compact`, `wake` of the engine.
         arguments: operation's own.
         internal: the engine asked for it: no client waits, no log line says so.
         connection: number of the caller's connection, for the log line.

@@ -95,6 +95,7 @@ class KvdService:
             "agent.rollback": job("rollback", "tokens"),
             "agent.pin": job("pin"),
             "agent.unpin": job("unpin"),
+            "agent.verify": job("verify"),
             "agent.prefetch": job("prefetch"),
             "agent.evict": job("evict"),
             "agent.delete": job("delete"),

@@ -210,6 +210,11 @@ class Pager:
         """The deepest position, at most `tokens`, that needs no page known to be lost: where a cut can go to."""
         return self._space(space).resumable_at(tokens)
 
+    def page_state(self, page: PageId) -> PageState | None:
+        """Where a page's bytes are; None when no space maps it."""
+        found = self._table.find(page)
+        return None if found is None else found.state
+
     def segments(self, space: SpaceId) -> tuple[SegmentView, ...]:
         """Page ids, keys, states and tails, in order of group."""
         return view_segments(self._space(space))

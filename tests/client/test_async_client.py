@@ -50,7 +50,7 @@ async def test_every_method(path: Path) -> None:
         assert (await client.agent_info("a")).namespace == "n"
         assert (await client.fork("a", "c")).agent == "c"
         assert (await client.rollback("a", 3)).agent == "a"
-        for method in (client.pin, client.unpin, client.prefetch, client.evict):
+        for method in (client.pin, client.unpin, client.prefetch, client.evict, client.verify):
             assert (await method("a")).agent == "a"
         await client.delete("a")
         assert (await client.export_agent("a", "/tmp/f")).path == "/tmp/f"
@@ -171,6 +171,6 @@ async def test_closing_cancels(path: Path) -> None:
 def test_the_service_is_the_documented_one() -> None:
     """The fake has a handler for each method that the clients call."""
     methods = "hello generate chat inject tokenize residency statistics configure model_info health drain shutdown"
-    agents = "list info fork rollback pin unpin prefetch evict delete export import"
+    agents = "list info fork rollback pin unpin verify prefetch evict delete export import"
     names = [f"do_{name}" for name in methods.split()] + [f"do_agent_{name}" for name in agents.split()]
     assert all(callable(getattr(FakeService, name)) for name in names)

@@ -36,6 +36,7 @@ AGENT_COMMANDS = [
     "rollback",
     "show",
     "unpin",
+    "verify",
 ]
 DAEMON_COMMANDS = ["budget", "drain", "health", "model", "shutdown", "stats"]
 COMMANDS = sorted(TEXT_COMMANDS + AGENT_COMMANDS + DAEMON_COMMANDS)

@@ -206,7 +206,7 @@ def test_every_method_sends_its_parameters(path: Path, service: FakeService) -> 
         assert (info.namespace, info.tokens, info.server) == ("n", 300, {"created_s": 1.5})
         assert client.fork("a", "c", 7).agent == "c"
         assert client.rollback("a", 3, namespace="other").namespace == "other"
-        for method in (client.pin, client.unpin, client.prefetch, client.evict):
+        for method in (client.pin, client.unpin, client.prefetch, client.evict, client.verify):
             assert method("a").agent == "a"
         client.delete("a")
         exported = client.export_agent("a", "a.file", force=True)

@@ -25,7 +25,7 @@ from kvd_client.wire import CLIENT_LIMITS, CODES, SERVER_LIMITS
 DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 METHODS = (
     "hello generate chat inject tokenize agent.list agent.info agent.fork agent.rollback agent.pin agent.unpin "
-    "agent.prefetch agent.evict agent.delete agent.export agent.import residency statistics "
+    "agent.verify agent.prefetch agent.evict agent.delete agent.export agent.import residency statistics "
     "model.info configure health drain shutdown"
 )
 

@@ -153,6 +153,7 @@ class FakeService:
         return {"agent": params["agent"], "deleted": True}
 
     do_agent_rollback = do_agent_pin = do_agent_unpin = do_agent_prefetch = do_agent_evict = do_agent_info
+    do_agent_verify = do_agent_info
 
     async def do_agent_export(self, params: Mapping[str, Any], context: CallContext) -> object:
         lost = {"lost_tokens": 7, "lost_reason": "KV is lost"} if params["agent"] == "worn" else {}
