@@ -89,6 +89,8 @@ class Assembly:
         def layouts(group: int, format_id: str) -> PageLayout | None:
             return formats.book.layouts.get((group, format_id))
 
+        for fact in folder.facts:
+            self._log("data_folder", fact=fact)
         report = recover(folder, fingerprint, layouts, folder.fs)
         self._tell_recovery(report)
         backend = self._choose_backend(loaded, formats, report)

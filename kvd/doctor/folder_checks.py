@@ -32,6 +32,7 @@ _REMEDIES: Final = {
     "unreadable": "make it readable for this user, or choose another --data-dir",
     "malformed": "restore VERSION; delete it only if the folder holds nothing to keep",
     "too_new": "upgrade kvd, or choose another --data-dir",
+    "older": "start kvd serve once: it converts the folder and keeps a backup",
 }
 
 

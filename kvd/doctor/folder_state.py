@@ -19,6 +19,7 @@ from typing import Final, Literal
 from kvd.errors import KvdError
 from kvd.store.fs import RealFileSystem, is_temp_name
 from kvd.store.layout import FORMAT_VERSION, DataFolder, is_log_name, page_of_file
+from kvd.store.migrate import MARKER
 
 Kind = Literal["own", "swap", "logs", "catalog", "quarantine", "constants", "temp", "foreign"]
 KINDS: Final[tuple[Kind, ...]] = ("swap", "logs", "catalog", "quarantine", "constants", "own", "temp", "foreign")
@@ -30,7 +31,8 @@ REPLACED: Final = ".replaced."
 
 CATALOG_FILES: Final = ("catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm", "catalog.sqlite3-journal")
 
-_ROOT_FILES: Final = frozenset({"VERSION", "CACHEDIR.TAG", "daemon.lock", "engine.json"})
+_ROOT_FILES: Final = frozenset({"VERSION", "CACHEDIR.TAG", "daemon.lock", "engine.json", MARKER})
+_OLD_FOLDER: Final = re.compile(r"(backup|aside)-v[0-9]+")
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{32}")
 _CONSTANTS: Final = re.compile(r"[0-9a-f]{12}\.safetensors")
 _PAGE_FOLDER: Final = re.compile(r"[0-9a-f]{2}")
@@ -100,7 +102,7 @@ class FolderState:
         uid: owner; -1 when missing.
     """
 
-    state: Literal["usable", "missing", "empty", "no_folder", "unreadable", "malformed", "too_new"]
+    state: Literal["usable", "missing", "empty", "no_folder", "unreadable", "malformed", "too_new", "older"]
     text: str = ""
     version: int | None = None
     mode: int = 0
@@ -151,6 +153,9 @@ def folder_state(root: Path) -> FolderState:
     if version is not None and version > FORMAT_VERSION:
         text = f"{root} has format {version}; this kvd reads up to {FORMAT_VERSION}"
         return FolderState("too_new", text, version, mode, uid)
+    if (version is not None and version < FORMAT_VERSION) or os.path.lexists(root / MARKER):
+        text = f"{root} has format {version}, or a migration to {FORMAT_VERSION} was interrupted"
+        return FolderState("older", text, version, mode, uid)
     return FolderState("usable" if version is not None else "empty", "", version, mode, uid)
 
 
@@ -276,6 +281,8 @@ def _kind(parts: tuple[str, ...], file_type: str) -> Kind:
     match parts:
         case (name,) if name in _ROOT_FILES:
             return "own"
+        case (old, *_, _) if _OLD_FOLDER.fullmatch(old):
+            return "own"
         case ("exports", name) if re.fullmatch("[0-9a-f]{12}", name):
             return "own"
         case ("conditioning", name) if _CONSTANTS.fullmatch(name):
@@ -299,6 +306,8 @@ def _model_file_kind(parts: list[str]) -> Kind:
 def _folder_kind(parts: tuple[str, ...]) -> Kind:
     match parts:
         case () | ("conditioning",) | ("exports",):
+            return "own"
+        case (old, *_) if _OLD_FOLDER.fullmatch(old):
             return "own"
         case (fingerprint, *rest) if _FINGERPRINT.fullmatch(fingerprint):
             match rest:

@@ -10,7 +10,8 @@ On disk, bytes in and bytes out, no arrays; in the order of dependence:
 - `errors`: the package's error classes; imports kvd.errors.
 - `fs`, `fs_meter`: the only door to the disk, and a counting one; import nothing else.
 - `side_files`: small durable files beside the pages; imports fs.
-- `layout`: the data folder's names, version and lock; imports errors, fs.
+- `migrate`: bringing a folder of an older format to this one; imports errors, fs.
+- `layout`: the data folder's names, version and lock; imports errors, fs, migrate.
 - `records`, `record_codec`: the delta log's record, and it as msgpack; import kvd.ids, kvd.vm.text.
 - `page_file`, `swap_dir`: a page as canonical safetensors bytes, and the folder of them; import kvd.quant.spec.
 - `agent_log`: framed, chained, append-only logs; imports fs, record_codec.

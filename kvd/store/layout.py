@@ -8,7 +8,9 @@
     <root>/<fingerprint>/quarantine/                       what was found bad, never served
     <root>/<fingerprint>/catalog.sqlite3                   derived state
 
-May import kvd.ids, kvd.store.errors and kvd.store.fs only.
+    <root>/MIGRATING, backup-v<n>/, aside-v<n>/            see `kvd.store.migrate`
+
+May import kvd.ids, kvd.store.errors, kvd.store.fs and kvd.store.migrate only.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import plistlib
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,6 +31,7 @@ from kvd.errors import InvalidParams
 from kvd.ids import PageId
 from kvd.store.errors import DataFolderExposed, DataFolderLocked, DataFolderMalformed, DataFolderTooNew
 from kvd.store.fs import FileHandle, FileSystem, folder_bytes, make_folder, write_file
+from kvd.store.migrate import MARKER, MIGRATIONS, Migration, interrupted, migrate
 
 FORMAT_VERSION: Final = 1
 """The number in VERSION: raised when an older kvd could misread the folder."""
@@ -64,15 +68,32 @@ class DataFolder:
     Args:
         root: the folder; it is made if missing.
         fs: the disk it is on.
+        format_version: the format that is wanted.
+        migrations: how to get there from older ones (`kvd.store.migrate`).
+
+    Attributes:
+        facts: what `open` did that a person should know.
     """
 
-    def __init__(self, root: Path, fs: FileSystem) -> None:
+    def __init__(
+        self,
+        root: Path,
+        fs: FileSystem,
+        *,
+        format_version: int = FORMAT_VERSION,
+        migrations: Mapping[int, Migration] = MIGRATIONS,
+    ) -> None:
         self.root = root
         self.fs = fs
+        self.facts: list[str] = []
+        self._format_version = format_version
+        self._migrations = migrations
         self._lock: FileHandle | None = None
 
     def open(self) -> None:
         """Make, check and lock the folder. A private folder without VERSION is initialised, whatever else is in it.
+
+        One of an older format is brought to this one, or set aside.
 
         Raises:
             DataFolderExposed: it has no VERSION, holds files and is open to others; untouched.
@@ -82,13 +103,14 @@ class DataFolder:
             OSError: the disk refused.
         """
         version = self.version()
-        if version is not None and version > FORMAT_VERSION:
-            raise DataFolderTooNew(path=str(self.root), found=version, supported=FORMAT_VERSION)
+        if version is not None and version > self._format_version:
+            raise DataFolderTooNew(path=str(self.root), found=version, supported=self._format_version)
         self._make_root(version)
         self._take_lock()
         try:
             if version is None:
-                write_file(self.fs, self.root / "VERSION", [f"{FORMAT_VERSION}\n".encode()])
+                self._write_version()
+            self._migrate(version)
             self._exclude_from_backups()
         except BaseException:
             self.close()
@@ -114,7 +136,17 @@ class DataFolder:
             if self._lock is not None:  # the lock was on a file that has no name any more
                 self.close()
                 self._take_lock()
-            write_file(self.fs, self.root / "VERSION", [f"{FORMAT_VERSION}\n".encode()])
+            self._write_version()
+
+    def _write_version(self) -> None:
+        write_file(self.fs, self.root / "VERSION", [f"{self._format_version}\n".encode()])
+
+    def _migrate(self, version: int | None) -> None:
+        found = interrupted(self.fs, self.root) or version
+        is_old = found is not None and found < self._format_version
+        if found is not None and (is_old or self.fs.stat(self.root / MARKER) is not None):
+            wanted = self._format_version
+            self.facts += migrate(self.fs, self.root, found=found, wanted=wanted, steps=self._migrations)
 
     def version(self) -> int | None:
         """The folder's format number; None when it has none yet.

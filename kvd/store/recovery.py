@@ -7,8 +7,9 @@ right identity, a file that no log names is an orphan, (5) bring the catalog in 
 pages are verified when they are loaded, not here.
 
 Nothing is deleted that a log names, and no log is deleted. When a log could not be read at all, or lost committed
-records, orphans may be its pages: in the first case they stay, in the second they go to quarantine. Each step only
-removes what a second run would remove too, so recovery may be killed anywhere and run again.
+records, orphans may be its pages: in the first case they stay, in the second they go to quarantine, as they do when no
+catalog says which logs there were. Each step only removes what a second run would remove too, so recovery may be killed
+anywhere and run again.
 
 With `dry_run` nothing is changed and the report says what would be (`kvd doctor`, P8).
 
@@ -110,10 +111,12 @@ class _Recovery:
         self.unknown: set[tuple[int, str]] = set()
         self.orphans: dict[PageId, int] = {}
         self.orphans_deleted = 0
+        self.is_blind = False
 
     def report(self, started_s: float, read_agents: int, read_bytes: int) -> RecoveryReport:
         """Run all steps."""
         catalog, contents, facts = self._open_catalog()
+        self.is_blind = not (contents.pages or contents.agents)
         try:
             scan = self.swap.scan()
             self._read_logs(contents, scan, read_agents, read_bytes)
@@ -326,7 +329,8 @@ class _Recovery:
         if self.dry_run or kinds["unreadable"]:
             return
         for page_id in self.orphans:
-            if kinds["corrupt"] or kinds["stale"]:
+            # without a catalog nobody can say whether there was a log that named them
+            if kinds["corrupt"] or kinds["stale"] or self.is_blind:
                 self._put_aside(page_id)
             else:
                 self.swap.delete(page_id)
