@@ -9,6 +9,8 @@ agents of one daemon (`serve_runs` and `serve_swap` run them, each a process of 
 computes; `serve_reference` is mlx-lm's batched generation), `text` gives technical English, `ttft` measures time to
 first token, `fork` branching.
 
+`startup` starts daemons on a data folder that `many_agents` made.
+
 `soak` is the command that runs a daemon under many clients which behave at random: `soak_client` is one of them,
 `soak_transcript` what it was told, `soak_verify` holds the daemon to that, `soak_run` starts, kills and replaces
 processes, `soak_watch` judges growth, `soak_check` what is left at the end.
