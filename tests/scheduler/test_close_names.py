@@ -22,8 +22,7 @@ class NoAgent:
     """An engine whose first call finds no agent; the second one is asked for the names that there are."""
 
     def __init__(self, names: list[str]) -> None:
-        refs = [SimpleNamespace(ref=SimpleNamespace(agent=name, namespace="default")) for name in names]
-        self._core = SimpleNamespace(agents=refs)
+        self._core = SimpleNamespace(agents=SimpleNamespace(names=lambda namespace: names))
         self.calls = 0
 
     def call(self, function: Callable[[Any], object]) -> Future[object]:
