@@ -72,7 +72,7 @@ def make_agents(
     fs = SparseFileSystem()
     folder = DataFolder(root, fs)
     folder.open()
-    known = {(group, layout.format_id): layout for group, layout in enumerate(layouts)}
+    known: dict[tuple[int, str], PageLayout] = {(n, layout.format_id): layout for n, layout in enumerate(layouts)}
     try:
         found = recover(folder, fingerprint, lambda group, name: known.get((group, name)), fs)
         store = SwapStore(

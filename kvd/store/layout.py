@@ -177,12 +177,12 @@ class DataFolder:
         """
         model = self.model_folder(fingerprint)
         named = (self.swap_folder(fingerprint), self.agents_folder(fingerprint), self.quarantine_folder(fingerprint))
-        own_bytes = [folder_bytes(self.fs, path) for path in named[1:]]
+        log_bytes, quarantine_bytes = (folder_bytes(self.fs, path) for path in named[1:])
         if swap_bytes is None:
             swap_bytes = folder_bytes(self.fs, named[0])
         other_bytes = folder_bytes(self.fs, self.root, besides=frozenset({model}))
         other_bytes += folder_bytes(self.fs, model, besides=frozenset(named))
-        return FolderUsage(swap_bytes, *own_bytes, other_bytes)
+        return FolderUsage(swap_bytes, log_bytes, quarantine_bytes, other_bytes)
 
     def model_folder(self, fingerprint: str) -> Path:
         """The folder of one model's state."""

@@ -133,6 +133,10 @@ def main() -> None:
     from kvd import launcher
 
     launcher.prepare()
+    from kvd.model import mlx_lm_door
+
+    mlx_lm_door.prepare()
+    import mlx_lm.models.llama  # noqa: F401
 
     import kvd.assembly
     import kvd.attention.cpu_backend
