@@ -8,7 +8,9 @@ the page cache.
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ class Report:
         cold_s: with the agents, files dropped from the page cache; one start.
         beyond_s: `ready_s` less `empty_s`.
         cold_beyond_s: likewise.
+        cpu_beyond_s: the same in processor time of the daemon, which other work on the machine lengthens less; None
+            where the system does not tell.
         recovery_s: of it, as the daemon's log says, until agents were known to the store.
         asleep: agents whose logs were not read.
         read_bytes: of files, the catalog apart, until then.
@@ -62,6 +66,7 @@ class Report:
     cold_s: float
     beyond_s: float
     cold_beyond_s: float
+    cpu_beyond_s: float | None
     recovery_s: float
     asleep: int
     read_bytes: int
@@ -96,14 +101,11 @@ def measure(model: ModelFolder, folder: Path, *, agents: int, pages: int, repeat
     many = DaemonProcess(folder / "many", model=str(model.path), options=options)
     tokens = make_agents(many.data_dir, spec.fingerprint, layouts, agents=agents, pages=pages, numerics=NUMERICS)
     drop_page_cache(many.data_dir)
-    cold_s = _start(many, agents)
-    empty_s: list[float] = []
-    ready_s: list[float] = []
-    for _ in range(repeats):
-        empty_s.append(_start(empty, 0))
-        ready_s.append(_start(many, agents))
+    cold_s, _ = _start(many, agents)
+    starts = [(_start(empty, 0), _start(many, agents)) for _ in range(repeats)]
     found = next(line for line in reversed(_log(many)) if line.get("event") == "recovered")
-    none_s, all_s = statistics.median(empty_s), statistics.median(ready_s)
+    none_s, all_s = (statistics.median(each[which][0] for each in starts) for which in (0, 1))
+    cpu_s = [with_all[1] - with_none[1] for with_none, with_all in starts]
     (catalog,) = many.data_dir.glob("*/catalog.sqlite3")
     return Report(
         model=model.name,
@@ -116,6 +118,7 @@ def measure(model: ModelFolder, folder: Path, *, agents: int, pages: int, repeat
         cold_s=round(cold_s, 3),
         beyond_s=round(all_s - none_s, 3),
         cold_beyond_s=round(cold_s - none_s, 3),
+        cpu_beyond_s=round(statistics.median(cpu_s), 3) if sys.platform.startswith("linux") else None,
         recovery_s=found["seconds"],
         asleep=found["asleep"],
         read_bytes=found["read_bytes"],
@@ -125,8 +128,10 @@ def measure(model: ModelFolder, folder: Path, *, agents: int, pages: int, repeat
     )
 
 
-def _start(daemon: DaemonProcess, agents: int) -> float:
+def _start(daemon: DaemonProcess, agents: int) -> tuple[float, float]:
+    """Seconds to ready, and processor time until then."""
     seconds = daemon.start()
+    cpu_s = _cpu_s(daemon.pid)
     try:
         with daemon.client() as client:
             known = client.call("statistics")["agents"]
@@ -134,7 +139,16 @@ def _start(daemon: DaemonProcess, agents: int) -> float:
         daemon.kill()
     if known != agents:
         raise EnvironmentFault(f"the daemon knows {known} agents instead of {agents}: {daemon.last_words()}")
-    return seconds
+    return seconds, cpu_s
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process so far; 0 where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _log(daemon: DaemonProcess) -> list[dict[str, Any]]:
@@ -189,6 +203,8 @@ def startup(agents: int, pages: int, repeats: int, model_name: str, model_dir: P
         f"ready in {report.ready_s:.2f} s, {report.empty_s:.2f} with nothing on disk: {report.beyond_s:.2f} s beyond "
         f"(bar {BAR_S:g}); cold {report.cold_beyond_s:.2f} s beyond"
     )
+    if report.cpu_beyond_s is not None:
+        click.echo(f"processor time beyond that with nothing on disk: {report.cpu_beyond_s:.2f} s")
     click.echo(
         f"read: {report.read_bytes:,} bytes in {report.reads} reads, and the catalog ({report.catalog_bytes:,} bytes); "
         f"{report.asleep} agents sleep"
