@@ -181,7 +181,8 @@ def read_catalog(context: Context, fingerprint: str) -> CatalogLook:
                 return CatalogLook(fault=str(error))
     except NoRoomAside as error:
         return CatalogLook(unread=error.message)
-    return CatalogLook(fault=facts[0].partition(": ")[2]) if facts else CatalogLook(contents)
+    is_new = facts and not (contents.pages or contents.agents)  # rows of an older version are as good as any
+    return CatalogLook(fault=facts[0].partition(": ")[2]) if is_new else CatalogLook(contents)
 
 
 def dry_run(context: Context, fingerprint: str) -> RecoveryReport:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvd.errors import KvdError
+from kvd.errors import AgentNotFound, KvdError
 from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.restore import restore_agent
 from kvd.scheduler.waiting import Wait, Waiting
@@ -59,13 +59,14 @@ def _is_settled(core: EngineCore, ref: AgentRef) -> bool:
 
 def _woken(core: EngineCore, ref: AgentRef, fail: Callable[[KvdError], None], result: SwapResult) -> None:
     core.agents.waking.discard(ref)
-    if result.error is not None and not isinstance(result.error, LogCorrupt):
+    # AgentNotFound: the data folder vanished meanwhile, and the store has forgotten whom that cost
+    if result.error is not None and not isinstance(result.error, LogCorrupt | AgentNotFound):
         core.log("agent_not_read", agent=str(ref), reason=result.error.message)
         fail(result.error)
         return
     del core.agents.asleep[ref]
     if result.image is None:
-        core.log("log_trouble", agent=str(ref), kind="corrupt", reason="nothing of it is good; put aside")
+        core.log("log_trouble", agent=str(ref), kind="corrupt", reason="nothing of its log is left or good")
         return
     headers = result.value if isinstance(result.value, tuple) else ()
     notices: list[str] = []

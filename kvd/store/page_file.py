@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import xxhash
@@ -170,6 +171,7 @@ def parse_header(data: bytes) -> tuple[PageHeader, int] | None:
     return header, _LENGTH.size + length
 
 
+@lru_cache(maxsize=4096)  # a start reads thousands of headers, and most pages of a number have the same run
 def runs_of_text(text: str) -> tuple[PositionRun, ...]:
     """Read `start+tokens,start+tokens`; ValueError when it is not that."""
     runs = []

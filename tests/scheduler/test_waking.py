@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,3 +126,14 @@ def test_sleepers_of_a_namespace_in_use_wake_when_nothing_else_is_to_do(started:
     while asleep(engine):
         assert time.monotonic() < deadline_s
     assert engine.look(lambda core: len(core.agents)) == len(AGENTS) + 1
+
+
+def test_a_sleeper_whose_folder_vanished_is_gone(started: Callable[..., Runner]) -> None:
+    """P8: its name is new again, and the log says what went; whoever turns up next is served."""
+    engine = started()
+    shutil.rmtree(next(engine.root.glob("*/agents")))
+    assert engine.turn("b", "b" + text_of(LENGTHS["b"])).result["match"] == "new"
+    for name in ("a", "c"):
+        assert engine.turn(name, name + text_of(LENGTHS[name])).result["durable"]
+    assert asleep(engine) == set()
+    assert sum(event == "log_trouble" for event, _ in engine.logged) == len(AGENTS)
