@@ -12,7 +12,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,27 +114,43 @@ def _kill_after(daemon: Daemon, stream: GenerateStream, trigger: str, delay_s: f
             timer.join()
 
 
+@dataclass(frozen=True)
+class Unbroken:
+    """What an undisturbed daemon did.
+
+    Attributes:
+        texts: each agent's generated texts.
+        options: of a daemon that computes as it did: backends are chosen by their speed, which load may turn round.
+    """
+
+    texts: dict[int, list[str]]
+    options: tuple[str, ...]
+
+
 @pytest.fixture(scope="module")
-def unbroken(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[dict[int, list[str]]]:
-    """Each agent's generated texts when nothing is ever killed."""
+def unbroken(tiny_model_dir: Path, zygote: Zygote | None) -> Unbroken:
+    """Each agent's turns when nothing is ever killed."""
     with short_folder() as folder, Daemon(folder, tiny_model_dir, OPTIONS, zygote=zygote) as daemon:
         scripts = [Script(agent) for agent in range(AGENTS)]
         for script in scripts:
             for _ in range(KILLS + 2):
                 if len(script.prompt) < 16_000:  # stay inside the model's context
                     play(daemon, script)
-        yield {script.agent: script.texts for script in scripts}
+        facts = daemon.client.call("model.info")
+        assert isinstance(facts, dict)
+        texts = {script.agent: script.texts for script in scripts}
+        return Unbroken(texts, (*OPTIONS, "--attention", str(facts["attention"])))
 
 
 def test_durable_turns_survive_kills_at_any_moment(
-    tiny_model_dir: Path, unbroken: dict[int, list[str]], zygote: Zygote | None, tally: Counter[str]
+    tiny_model_dir: Path, unbroken: Unbroken, zygote: Zygote | None, tally: Counter[str]
 ) -> None:
     """P2, P3: after each of many kills every durable token is reused, every text equals the unbroken run's."""
     chance = random.Random(SEED)
     scripts = [Script(agent) for agent in range(AGENTS)]
     triggers = []
     with short_folder() as folder:
-        daemon = Daemon(folder, tiny_model_dir, OPTIONS, zygote=zygote)
+        daemon = Daemon(folder, tiny_model_dir, unbroken.options, zygote=zygote)
         try:
             for kill in range(KILLS):
                 if kill % 5 == 4:
@@ -146,12 +161,14 @@ def test_durable_turns_survive_kills_at_any_moment(
                 daemon.start()
                 for script in chance.sample(scripts, AGENTS):
                     resume(daemon, script, unbroken)
-                victim = chance.choice([script for script in scripts if script.turn < len(unbroken[script.agent])])
+                victim = chance.choice(
+                    [script for script in scripts if script.turn < len(unbroken.texts[script.agent])]
+                )
                 triggers.append(kill_in_turn(daemon, victim, chance))
             daemon.start()
             for script in scripts:
                 resume(daemon, script, unbroken)
-                assert script.texts == unbroken[script.agent][: script.turn]
+                assert script.texts == unbroken.texts[script.agent][: script.turn]
             figures = daemon.statistics()
             assert figures["load_failures"] == figures["write_failures"] == figures["pages"]["lost"] == 0
             assert daemon.files("*/quarantine/*") == []
@@ -163,9 +180,9 @@ def test_durable_turns_survive_kills_at_any_moment(
     assert sum(script.turn for script in scripts) > KILLS
 
 
-def resume(daemon: Daemon, script: Script, unbroken: dict[int, list[str]]) -> None:
+def resume(daemon: Daemon, script: Script, unbroken: Unbroken) -> None:
     """Play the agent's next turn and hold the daemon to its promises."""
-    if script.turn >= len(unbroken[script.agent]):
+    if script.turn >= len(unbroken.texts[script.agent]):
         return
     known = {info.agent: info.computed_tokens for info in daemon.client.agents()}.get(script.name, 0)
     interrupted, durable = script.interrupted, script.computed
@@ -174,4 +191,4 @@ def resume(daemon: Daemon, script: Script, unbroken: dict[int, list[str]]) -> No
     if durable is not None:
         # an interrupted turn may have been committed before its reply got lost
         assert known >= durable if interrupted else known == durable, (script.name, script.turn)
-    assert result.text == unbroken[script.agent][script.turn - 1], (script.name, script.turn)
+    assert result.text == unbroken.texts[script.agent][script.turn - 1], (script.name, script.turn)

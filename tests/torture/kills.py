@@ -62,9 +62,13 @@ def run(folder: Path, model: Path, zygote: Zygote | None, *, kills: int, seed: i
     last = {turn["agent"]: turn for turn in acknowledged}
     counts["agents"] = len(last)
     counts["turns lost or not whole"] += sum(not resumes(daemon, turn) for turn in last.values())
-    counts["wrong bytes put aside"] = len(daemon.files("*/quarantine/*"))
+    counts["files in quarantine"] = len(daemon.files("*/quarantine/*"))
+    facts = daemon.client.call("model.info")
+    assert isinstance(facts, dict)
     daemon.kill()
-    counts["wrong answers"] = differences(folder, model, zygote, acknowledged)
+    # backends are chosen by their speed, which load may turn round; and they round differently
+    options = (*OPTIONS, "--attention", str(facts["attention"]))
+    counts["wrong answers"] = differences(folder, model, zygote, acknowledged, options)
     return counts
 
 
@@ -99,12 +103,14 @@ def resumes(daemon: Daemon, turn: dict[str, Any]) -> bool:
     return good
 
 
-def differences(folder: Path, model: Path, zygote: Zygote | None, turns: list[dict[str, Any]]) -> int:
+def differences(
+    folder: Path, model: Path, zygote: Zygote | None, turns: list[dict[str, Any]], options: tuple[str, ...]
+) -> int:
     """How many acknowledged turns an undisturbed daemon answers otherwise."""
     wrong = 0
     place = folder / "undisturbed"
     place.mkdir()
-    with Daemon(place, model, OPTIONS, zygote=zygote) as daemon:
+    with Daemon(place, model, options, zygote=zygote) as daemon:
         for turn in turns:
             text = daemon.client.generate(turn["agent"], turn["prompt"], max_tokens=8).text
             if text != turn["text"]:
