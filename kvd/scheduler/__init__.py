@@ -15,8 +15,9 @@ what goes in and out, `residence` what a turn holds and gives back when preempte
 once, `restore` brings recovered agents back, `sampling` chooses tokens, `service` has the RPC methods, `sharing` finds
 pages of the namespace and who is about to make them, `state` the pure scheduler, `steps` runs the model for all who
 wait for it, `stopping` stop strings, `store_door` the way to the swap thread, `tracing` writes down what agents do to
-pages, `turn` one turn from matching to commit, `upkeep` what the engine does for itself, `views` what clients may see,
-`waiting` how requests wait, `warm` has the folders of exported agents.
+pages, `turn` one turn from matching to commit, `upkeep` what the engine does for itself, `verifying` has bad page files
+written anew from RAM, `views` what clients may see, `waiting` how requests wait, `waking` reads agents that sleep,
+`warm` has the folders of exported agents.
 
 May import kvd.errors, kvd.ids, kvd.vm, kvd.store, kvd.quant, kvd.model, kvd.attention (types), kvd.ops.
 """

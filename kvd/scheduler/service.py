@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from kvd import __version__
 from kvd.errors import AgentNotFound, CallerError, Cancelled, InvalidParams, KvdError
-from kvd.model.answers import AnswerFormat
 from kvd.ids import Namespace
+from kvd.model.answers import AnswerFormat
 from kvd.model.continuation import Continuation, continuation
 from kvd.model.grammar import GrammarCompiler
 from kvd.model.grammar_text import answer_grammar

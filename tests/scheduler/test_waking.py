@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvd.errors import AgentExists
+from kvd.scheduler.chat import held_texts
 from kvd.scheduler.views import agent_list, residency, statistics
 from kvd.store.errors import DiskFault
 from tests.scheduler.harness import ref_of
@@ -93,6 +94,17 @@ def test_every_operation_wakes_its_agent(
     assert "a" not in asleep(engine)
     exists = engine.look(lambda core: core.agents.find(ref_of("a")) is not None)
     assert exists == (operation != "delete")
+
+
+def test_a_chat_reads_what_a_sleeper_said_first(started: Callable[..., Runner]) -> None:
+    """P17: its history is matched with what the agent holds, so the agent is woken before, not taken for empty."""
+    engine = started()
+    assert engine.look(lambda core: held_texts(core, ref_of("a"), with_tokens=True)) is None
+    assert engine.job("prefetch", "a").wait()[1] is None
+    held = engine.look(lambda core: held_texts(core, ref_of("a"), with_tokens=True))
+    assert held is not None
+    assert len(held) == 1
+    assert held[0].typed.data.startswith(b"a")
 
 
 def test_the_name_of_a_sleeper_is_taken(started: Callable[..., Runner]) -> None:
