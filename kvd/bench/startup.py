@@ -100,6 +100,7 @@ def measure(model: ModelFolder, folder: Path, *, agents: int, pages: int, repeat
         raise EnvironmentFault(f"the daemon serves formats {facts['kv_format_ids']}, which this bench cannot make")
     many = DaemonProcess(folder / "many", model=str(model.path), options=options)
     tokens = make_agents(many.data_dir, spec.fingerprint, layouts, agents=agents, pages=pages, numerics=NUMERICS)
+    os.sync()  # else the first start would pay for thousands of new names that nobody has flushed
     drop_page_cache(many.data_dir)
     cold_s, _ = _start(many, agents)
     starts = [(_start(empty, 0), _start(many, agents)) for _ in range(repeats)]
