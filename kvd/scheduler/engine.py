@@ -49,7 +49,7 @@ from kvd.scheduler.messages import (
     refuse,
 )
 from kvd.scheduler.places import Place
-from kvd.scheduler.requests import JobRequest, Reply, TurnRequest
+from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest
 from kvd.scheduler.state import (
     CancelWanted,
     DrainWanted,

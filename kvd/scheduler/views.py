@@ -85,6 +85,7 @@ def sleeping_info(core: EngineCore, ref: AgentRef, agent: SleepingAgent) -> dict
         needed_pages += seen
         needed_bytes += seen * page_bytes
         total_bytes += pages * page_bytes
+    other_pages = max(0, len(agent.page_ids) - len(format_ids) * (summary.computed_tokens // PAGE_TOKENS))
     return {
         "agent": ref.agent,
         "namespace": ref.namespace,
@@ -92,6 +93,8 @@ def sleeping_info(core: EngineCore, ref: AgentRef, agent: SleepingAgent) -> dict
         "computed_tokens": summary.computed_tokens,
         "text_bytes": summary.text_bytes,
         "branches": agent.row.branches,
+        "other_branch_bytes": other_pages * total_bytes // max(1, pages * len(format_ids)),
+        "branch_limit_bytes": core.limits.branch_limit_bytes,
         "pages": pages * len(format_ids),
         "behind_window_pages": pages * len(format_ids) - needed_pages,
         "resident_pages": 0,
@@ -102,6 +105,7 @@ def sleeping_info(core: EngineCore, ref: AgentRef, agent: SleepingAgent) -> dict
         "needed_bytes": needed_bytes,
         "total_bytes": total_bytes,
         "pinned": summary.pinned,
+        "pinned_bytes": 0,
         "durable": True,
         "durable_reason": None,
         "kv_format": ", ".join(dict.fromkeys(format_ids)),
