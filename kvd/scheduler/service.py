@@ -371,6 +371,8 @@ class KvdService:
         params.refuse_unknown("text", "messages", "tools")
         if params.has("messages"):
             return await self._tokenize_messages(params, context)
+        if params.has("tools"):
+            raise InvalidParams("tools go with messages: a text has none", parameter="tools")
         text = params.text("text")
         text_bytes = len(text.encode())
         if text_bytes > MAX_TOKENIZE_BYTES:
