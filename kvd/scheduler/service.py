@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from kvd import __version__
@@ -380,12 +380,7 @@ class KvdService:
                 f"text takes at most {MAX_TOKENIZE_BYTES} bytes here, not {text_bytes}; send it in parts",
                 parameter="text",
             )
-        codec, _ = await self._text_parts()
-        async with self._encoding:  # one at a time: each takes a hundred times its text in memory
-            if context.cancelled:
-                raise Cancelled("cancelled while it waited for others' texts")
-            ids = await asyncio.to_thread(codec.encode_content, text)  # the loop goes on serving others meanwhile
-        return {"tokens": ids, "count": len(ids)}
+        return await self._count(context, lambda codec: codec.encode_content(text))
 
     async def _tokenize_messages(self, params: Params, context: CallContext) -> object:
         """The tokens that `chat` would compute for a conversation of a new agent."""
@@ -397,12 +392,16 @@ class KvdService:
             raise InvalidParams(
                 f"messages take at most {MAX_TOKENIZE_BYTES} bytes here, not {len(prompt.data)}", parameter="messages"
             )
+        return await self._count(context, lambda codec: codec.encode_typed(prompt, at_start=True)[0])
+
+    async def _count(self, context: CallContext, encode: Callable[[TextCodec], Sequence[int]]) -> object:
+        """What encoding gives; the loop goes on serving others meanwhile."""
         codec, _ = await self._text_parts()
-        async with self._encoding:
+        async with self._encoding:  # one at a time: each takes a hundred times its text in memory
             if context.cancelled:
                 raise Cancelled("cancelled while it waited for others' texts")
-            ids, _ = await asyncio.to_thread(lambda: codec.encode_typed(prompt, at_start=True))
-        return {"tokens": ids, "count": len(ids)}
+            ids = await asyncio.to_thread(encode, codec)
+        return {"tokens": list(ids), "count": len(ids)}
 
     async def _hello(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("client", "protocol")
