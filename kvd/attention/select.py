@@ -28,6 +28,7 @@ from kvd.native import KernelUnavailable
 from kvd.quant.codec import encode
 from kvd.quant.conditioning import Conditioning
 from kvd.quant.spec import PAGE_TOKENS, LayerFormat, PageFormat, PageLayout
+from kvd.store.frame_memory import RecycledMappings
 from kvd.store.frame_pool import FramePool, Frames
 
 
@@ -303,7 +304,7 @@ def pool_for(backend: AttentionBackend, budget_bytes: int, largest_frame_bytes: 
         from kvd.attention.cuda import DevicePool
 
         return DevicePool(budget_bytes)
-    return FramePool(budget_bytes)
+    return FramePool(budget_bytes, RecycledMappings(budget_bytes))
 
 
 def _pool_like(backend: AttentionBackend, host: FramePool, segment: Segment) -> Frames:

@@ -109,7 +109,9 @@ class UnifiedSlabs:
         """Bytes of all slabs that exist."""
         return sum(slab.array.nbytes for slab in self._slabs if slab is not None)
 
-    def allocate(self, n_bytes: int) -> tuple[OctetArray, int]:
+    kept_bytes = 0
+
+    def allocate(self, n_bytes: int, *, zeroed: bool = True) -> tuple[OctetArray, int]:
         """See `FrameAllocator.allocate`."""
         units = _units(n_bytes)
         if units <= self._slab_units:
@@ -122,7 +124,8 @@ class UnifiedSlabs:
                 start = slab.take(units)
                 if start is not None:
                     octets = slab.octets[start * UNIT_BYTES : start * UNIT_BYTES + n_bytes]
-                    octets[:] = 0
+                    if zeroed:
+                        octets[:] = 0
                     self._places[int(octets.ctypes.data)] = (index, start, units)
                     return octets, units * UNIT_BYTES
         octets, slab_bytes = self._mappings.allocate(n_bytes)

@@ -2,11 +2,11 @@
 
 Theory of operation. A frame holds one page, its tensors in `PageLayout` order, so that frame, swap file and log
 fragment are the same bytes. **A frame is a slab of its own**: an anonymous mapping, made when the frame is created and
-returned to the operating system when it is dropped. Pages are large (1.6 MB for a 135M model), so larger slabs would
-save nothing, while a half-empty slab of one format could not serve another: here frames of all formats share one byte
-budget, nothing strands, and dropped memory is really gone (an allocator's heap would keep it: glibc raises its mapping
-threshold as soon as one large block is freed). Whoever still holds a view of a dropped frame keeps that memory alive,
-but never sees another page's bytes in it.
+returned when it is dropped, to the operating system or to `kvd.store.frame_memory`, which keeps a few. Pages are large
+(1.6 MB for a 135M model), so larger slabs would save nothing, while a half-empty slab of one format could not serve
+another: here frames of all formats share one byte budget, nothing strands, and dropped memory is really gone (an
+allocator's heap would keep it: glibc raises its mapping threshold as soon as one large block is freed). Whoever still
+holds a view of a dropped frame keeps that memory alive, but never sees another page's bytes in it.
 
 Owner: the engine thread; every method is called by it alone. Other threads get `bytes` (`export`, `extract`), never
 views. May import numpy, kvd.errors, kvd.ids, kvd.quant.spec and kvd.store.fragment.
@@ -35,18 +35,24 @@ OctetArray = npt.NDArray[np.uint8]
 class FrameAllocator(Protocol):
     """Where the memory of frames comes from; called by the engine thread only."""
 
-    def allocate(self, n_bytes: int) -> tuple[OctetArray, int]:
-        """Zeroed writable memory uint8 [n_bytes], and the bytes it really takes."""
+    @property
+    def kept_bytes(self) -> int:
+        """Memory it holds for frames to come and does not count as any frame's."""
+
+    def allocate(self, n_bytes: int, *, zeroed: bool = True) -> tuple[OctetArray, int]:
+        """Writable memory uint8 [n_bytes], and the bytes it really takes. Unless `zeroed` it may hold anything."""
 
     def release(self, octets: OctetArray) -> None:
-        """Take back what `allocate` returned; it may serve another frame at once."""
+        """Take back what `allocate` returned, the caller's last reference but its own; it may serve another frame."""
 
 
 class AnonymousMappings:
     """A mapping per frame (implements `FrameAllocator`): it lives as long as any view of it."""
 
-    def allocate(self, n_bytes: int) -> tuple[OctetArray, int]:
-        """See `FrameAllocator.allocate`; the mapping starts zeroed."""
+    kept_bytes = 0
+
+    def allocate(self, n_bytes: int, *, zeroed: bool = True) -> tuple[OctetArray, int]:
+        """See `FrameAllocator.allocate`; the mapping always starts zeroed."""
         slab_bytes = -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # The array keeps the mapping alive; it goes back to the system when the last view is gone.
         return np.frombuffer(anonymous_memory(slab_bytes), np.uint8, n_bytes), slab_bytes
@@ -86,7 +92,7 @@ class FramePoolStatistics:
         frames: frames that exist.
         resident_bytes: payload bytes of all frames.
         peak_resident_bytes: the greatest `resident_bytes` so far.
-        slab_bytes: bytes really mapped (payload rounded up to the system's pages).
+        slab_bytes: bytes really mapped: payload rounded up to the system's pages, and what is kept for frames to come.
         budget_bytes: the limit of `resident_bytes`.
         frames_created: frames created since start.
         frames_dropped: frames dropped since start.
@@ -125,6 +131,9 @@ class Frames(Protocol):
     def drop(self, frame: FrameId) -> None:
         """Free a frame."""
 
+    def load(self, frame: FrameId, layout: PageLayout, payload: bytes | memoryview) -> None:
+        """Make a frame that holds a whole payload."""
+
     def layout(self, frame: FrameId) -> PageLayout:
         """Layout the frame was created with."""
 
@@ -158,11 +167,17 @@ class _Frame:
 
     __slots__ = ("_layers", "address", "layout", "octets", "slab_bytes")
 
-    def __init__(self, layout: PageLayout, allocator: FrameAllocator) -> None:
+    def __init__(self, layout: PageLayout, allocator: FrameAllocator, *, zeroed: bool) -> None:
         self.layout = layout
-        self.octets, self.slab_bytes = allocator.allocate(layout.payload_bytes)
+        self.octets, self.slab_bytes = allocator.allocate(layout.payload_bytes, zeroed=zeroed)
         self.address = int(self.octets.ctypes.data)
         self._layers: dict[int, LayerArrays] = {}
+
+    def forget_views(self) -> OctetArray:
+        """Let go of everything but the memory itself, and give that away."""
+        octets, self.octets = self.octets, np.empty(0, np.uint8)
+        self._layers.clear()
+        return octets
 
     def layer(self, layer_index: int) -> LayerArrays:
         """Views of one layer, made once."""
@@ -204,8 +219,8 @@ class FramePool:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes really mapped: `resident_bytes` plus less than one system page a frame."""
-        return self._slab_bytes
+        """Bytes really mapped: `resident_bytes`, less than one system page a frame, and what the allocator keeps."""
+        return self._slab_bytes + self._allocator.kept_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -232,6 +247,21 @@ class FramePool:
         Raises:
             InternalError: the number is in use, or the frame does not fit the budget; nothing changed.
         """
+        self._create(frame, layout, zeroed=True)
+
+    def load(self, frame: FrameId, layout: PageLayout, payload: bytes | memoryview) -> None:
+        """Make a frame that holds a whole payload.
+
+        Raises:
+            InternalError: as `create`.
+            InvalidParams: `payload` is not exactly `payload_bytes` long; nothing changed.
+        """
+        if len(payload) != layout.payload_bytes:
+            raise InvalidParams(f"a payload of this frame has {layout.payload_bytes} bytes, not {len(payload)}")
+        self._create(frame, layout, zeroed=False)
+        self.fill(frame, payload)
+
+    def _create(self, frame: FrameId, layout: PageLayout, *, zeroed: bool) -> None:
         if frame in self._frames:
             raise InternalError(f"frame {frame} exists already", frame=frame)
         needed_bytes = self._resident_bytes + layout.payload_bytes
@@ -241,7 +271,7 @@ class FramePool:
                 needed_bytes=needed_bytes,
                 budget_bytes=self._budget_bytes,
             )
-        made = _Frame(layout, self._allocator)
+        made = _Frame(layout, self._allocator, zeroed=zeroed)
         self._frames[frame] = made
         self._resident_bytes = needed_bytes
         self._peak_resident_bytes = max(self._peak_resident_bytes, needed_bytes)
@@ -249,7 +279,7 @@ class FramePool:
         self._created += 1
 
     def drop(self, frame: FrameId) -> None:
-        """Free a frame; its memory goes back to the system once nobody holds a view of it.
+        """Free a frame; its memory goes back to the allocator once nobody holds a view of it.
 
         Raises:
             InternalError: no such frame.
@@ -259,7 +289,8 @@ class FramePool:
         self._resident_bytes -= gone.layout.payload_bytes
         self._slab_bytes -= gone.slab_bytes
         self._dropped += 1
-        self._allocator.release(gone.octets)
+        octets = gone.forget_views()
+        self._allocator.release(octets)
 
     def layout(self, frame: FrameId) -> PageLayout:
         """Layout the frame was created with."""
@@ -355,7 +386,7 @@ class FramePool:
             frames=len(self._frames),
             resident_bytes=self._resident_bytes,
             peak_resident_bytes=self._peak_resident_bytes,
-            slab_bytes=self._slab_bytes,
+            slab_bytes=self.slab_bytes,
             budget_bytes=self._budget_bytes,
             frames_created=self._created,
             frames_dropped=self._dropped,

@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import re
 import secrets
 import stat as stat_bits
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NewType, Protocol
@@ -106,6 +107,9 @@ class FileSystem(Protocol):
     def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
         """Read `limit` bytes (-1: all) from `offset` on; optionally leave nothing in the system's page cache."""
 
+    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+        """Read a file from its beginning until the buffer is full or the file ends; returns the bytes read."""
+
     def listdir(self, path: Path) -> list[str]:
         """Names in a folder, sorted."""
 
@@ -187,15 +191,17 @@ class RealFileSystem:
 
     def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
         """See `FileSystem.read`."""
-        handle = _open_regular(path, os.O_RDONLY)
-        with os.fdopen(handle, "rb", buffering=0) as file:
-            if drop_cache and _NO_CACHE is not None:
-                fcntl.fcntl(handle, _NO_CACHE, 1)
+        with _open_to_read(path, drop_cache=drop_cache) as file:
             file.seek(offset)
-            data = file.readall() if limit < 0 else _read_exactly(handle, limit)
-            if drop_cache and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        return data
+            return file.readall() if limit < 0 else _read_exactly(file.fileno(), limit)
+
+    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+        """See `FileSystem.read_into`."""
+        done, view = 0, memoryview(buffer)
+        with _open_to_read(path, drop_cache=drop_cache) as file:
+            while done < len(view) and (part := file.readinto(view[done:])):
+                done += part
+        return done
 
     def listdir(self, path: Path) -> list[str]:
         """See `FileSystem.listdir`."""
@@ -239,6 +245,18 @@ def _facts_of(found: os.stat_result) -> FileStat:
     special = not (folder or stat_bits.S_ISREG(mode) or stat_bits.S_ISLNK(mode))
     file_bytes = 0 if folder or special else found.st_size
     return FileStat(folder, file_bytes, stat_bits.S_IMODE(mode), found.st_mtime, special)
+
+
+@contextlib.contextmanager
+def _open_to_read(path: Path, *, drop_cache: bool) -> Iterator[io.FileIO]:
+    """A regular file, unbuffered; what was read of it is left out of the system's page cache if that is wanted."""
+    handle = _open_regular(path, os.O_RDONLY)
+    with io.FileIO(handle, "rb") as file:
+        if drop_cache and _NO_CACHE is not None:
+            fcntl.fcntl(handle, _NO_CACHE, 1)
+        yield file
+        if drop_cache and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _open_regular(path: Path, flags: int) -> int:

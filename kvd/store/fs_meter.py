@@ -16,8 +16,8 @@ class MeteredFileSystem:
 
     Attributes:
         bytes_written: bytes handed to `write` with success, since construction.
-        bytes_read: bytes that `read` returned.
-        reads: calls of `read`.
+        bytes_read: bytes that were read.
+        reads: calls of `read` and `read_into`.
         fsyncs: calls of `fsync` and `fsync_dir`.
         fsync_s: seconds they took.
     """
@@ -93,6 +93,13 @@ class MeteredFileSystem:
         data = self._inner.read(path, offset=offset, limit=limit, drop_cache=drop_cache)
         self.bytes_read += len(data)
         return data
+
+    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+        """See `FileSystem.read_into`."""
+        self.reads += 1
+        n_bytes = self._inner.read_into(path, buffer, drop_cache=drop_cache)
+        self.bytes_read += n_bytes
+        return n_bytes
 
     def listdir(self, path: Path) -> list[str]:
         """See `FileSystem.listdir`."""

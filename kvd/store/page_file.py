@@ -76,15 +76,28 @@ def header_bytes(header: PageHeader, layout: PageLayout) -> bytes:
         "numerics": header.numerics,
         "page_tokens": str(header.page_tokens),
     }
-    entries: dict[str, object] = {"__metadata__": metadata}
+    text = f'{{"__metadata__":{_compact(metadata)},{_tensor_entries(layout)}'.encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+@lru_cache(maxsize=64)
+def _tensor_entries(layout: PageLayout) -> str:
+    """The rest of the header's JSON, which all pages of a layout share; making it takes longer than hashing a page.
+
+    A layout is immutable and hashed by identity; there are a few in a process.
+    """
+    entries: dict[str, object] = {}
     for tensor in layout.tensors:
         begin, end = tensor.offset_bytes, tensor.offset_bytes + tensor.tensor_bytes
         entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     end = layout.payload_bytes
     entries["xxh3_128"] = {"dtype": "U8", "shape": [CHECKSUM_BYTES], "data_offsets": [end, end + CHECKSUM_BYTES]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text
+    return _compact(entries).removeprefix("{")
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
 
 
 def file_bytes_for(header: PageHeader, layout: PageLayout) -> int:

@@ -10,13 +10,18 @@ import contextlib
 import errno
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvd.ids import PageId
 from kvd.quant.spec import PageLayout
 from kvd.store.errors import PageMissing
 from kvd.store.fs import FileStat, FileSystem, NotRegularFile, is_temp_name, make_folder, write_file
 from kvd.store.layout import DataFolder, page_of_file
-from kvd.store.page_file import PageHeader, decode_page, encode_page
+from kvd.store.page_file import PageHeader, decode_page, encode_page, file_bytes_for
+from kvd.store.read_buffers import ReadBuffers
+
+_BUFFER_BYTES: Final = 64 << 20
+"""Memory kept for reads to come: as much as were in flight at once, and no more than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class SwapDir:
         self._fingerprint = fingerprint
         self._fs = fs
         self._known_folders: set[Path] = set()
+        self._buffers = ReadBuffers(_BUFFER_BYTES)
 
     def path(self, page_id: str) -> Path:
         """Where the page's file is."""
@@ -75,18 +81,21 @@ class SwapDir:
         return write_file(self._fs, path, encode_page(header, layout, payload))
 
     def read(self, expected: PageHeader, layout: PageLayout, *, drop_cache: bool = False) -> memoryview:
-        """Read a page's payload in one sequential read and verify every byte; the view is into the file as read.
+        """Read a page's payload in one sequential read and verify every byte. Safe from any thread.
+
+        The view is into a buffer that is used again once no view of it is left.
 
         Raises:
             PageMissing: no such file.
             PageCorrupt: the file is not the page; it is left where it is.
             OSError: the disk refused.
         """
+        buffer = self._buffers.take(file_bytes_for(expected, layout) + 1)  # one more than there should be to read
         try:
-            data = self._fs.read(self.path(expected.page_id), drop_cache=drop_cache)
+            n_bytes = self._fs.read_into(self.path(expected.page_id), buffer, drop_cache=drop_cache)
         except (FileNotFoundError, NotADirectoryError, NotRegularFile) as error:
             raise PageMissing(page_id=expected.page_id) from error
-        return decode_page(data, expected, layout)
+        return decode_page(memoryview(buffer)[:n_bytes], expected, layout)
 
     def delete(self, page_id: str) -> int:
         """Remove a page's file if there is one. It may come back after a crash, then as an orphan.

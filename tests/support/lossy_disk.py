@@ -323,6 +323,12 @@ class LossyFileSystem:
         data = bytes(node.live[offset:])
         return data if limit < 0 else data[:limit]
 
+    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+        """See `FileSystem.read_into`."""
+        data = self.read(path, limit=len(buffer), drop_cache=drop_cache)
+        buffer[: len(data)] = data
+        return len(data)
+
     def listdir(self, path: Path) -> list[str]:
         """See `FileSystem.listdir`."""
         self._die_if_dead()

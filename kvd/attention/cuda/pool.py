@@ -200,6 +200,15 @@ class DevicePool:
         held = self._frame(frame)
         return self._read([(held.address, held.layout.payload_bytes)])
 
+    def load(self, frame: FrameId, layout: PageLayout, payload: bytes | memoryview) -> None:
+        """Make a frame that holds a whole payload.
+
+        Raises:
+            InvalidParams: `payload` is not exactly `payload_bytes` long.
+        """
+        self.create(frame, layout)
+        self.fill(frame, payload)
+
     def fill(self, frame: FrameId, payload: bytes | memoryview) -> None:
         """Overwrite the whole frame.
 
