@@ -6,15 +6,17 @@ the thread that makes them).
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 from kvd import launcher
 from kvd.attention.interface import AttentionBackend
 from kvd.attention.select import ATTENTION_CHOICES, pool_for, select_backend
 from kvd.config import DEFAULT_QUOTA_BYTES, ConfigError, Settings
-from kvd.errors import EnvironmentFault
+from kvd.errors import Draining, EnvironmentFault
 from kvd.formats import FormatChoice, choose_formats
 from kvd.ids import Namespace, PageId
 from kvd.model import cpu_assist, dispatch
@@ -36,15 +38,21 @@ from kvd.scheduler.pressure import Pressure
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.store_door import StoreDoor
 from kvd.scheduler.tracing import TraceWriter, open_trace
+from kvd.store.folder_watch import FolderWatch
 from kvd.store.layout import DataFolder
+from kvd.store.ram_store import RamStore
 from kvd.store.recovery import recover
-from kvd.store.recovery_report import RecoveryReport
+from kvd.store.recovery_report import EMPTY_REPORT, RecoveryReport
 from kvd.store.side_files import write_small_file
-from kvd.store.swap_ops import SwapResult
-from kvd.store.swap_thread import SwapThread
+from kvd.store.swap_ops import CheckPagesOp, SwapResult
+from kvd.store.swap_store import SwapStore
+from kvd.store.swap_thread import Store, SwapThread
 from kvd.vm.budget import FLIGHT_SHARE
 from kvd.vm.eviction import POLICIES
 from kvd.vm.pager import Pager
+
+CHECKED_AT_ONCE = 16
+"""Page files that are verified between two other operations, when somebody else may have changed them."""
 
 MISSING_PAGES_NAMED = 10
 """Missing pages that the log names; the others are counted."""
@@ -80,9 +88,9 @@ class Assembly:
         loaded = load(resolve(settings.model, settings.model_dir))
         self.loaded = loaded
         dispatch.install(loaded.model)
-        formats = choose_formats(
-            loaded, settings.kv_format, settings.data_dir / "conditioning", partial(write_small_file, self.folder.fs)
-        )
+        swap_off = settings.swap == "off"
+        write = _write_nothing if swap_off else partial(write_small_file, self.folder.fs)
+        formats = choose_formats(loaded, settings.kv_format, settings.data_dir / "conditioning", write)
         self._notices += formats.notices
         folder, fingerprint = self.folder, loaded.spec.fingerprint
 
@@ -91,22 +99,32 @@ class Assembly:
 
         for fact in folder.facts:
             self._log("data_folder", fact=fact)
-        report = recover(folder, fingerprint, layouts, folder.fs)
-        self._tell_recovery(report)
+        if swap_off:
+            report = EMPTY_REPORT
+            self._notices.append(
+                "swap is off: nothing is durable, and agents in the data folder are neither served nor changed"
+            )
+        else:
+            report = recover(folder, fingerprint, layouts, folder.fs)
+            self._tell_recovery(report)
         backend = self._choose_backend(loaded, formats, report)
         assisted = cpu_assist.install(loaded.model) if backend.name == "cpu" else ()
         self._facts["cpu_assist"] = list(assisted)
         budget_bytes, quota_bytes, limits = self._clamp(loaded, report)
         pressure = self._pressure()
-        swap = SwapThread(
-            folder=folder,
-            fingerprint=fingerprint,
-            fs=folder.fs,
-            quota_bytes=quota_bytes,
-            layouts=layouts,
-            recovered=report,
-            deliver=deliver,
-        )
+        disk: Store
+        if swap_off:
+            disk = RamStore(folder, folder.fs)
+        else:
+            disk = SwapStore(
+                folder=folder,
+                fingerprint=fingerprint,
+                fs=folder.fs,
+                quota_bytes=quota_bytes,
+                layouts=layouts,
+                recovered=report,
+            )
+        swap = SwapThread(store=disk, deliver=deliver)
         store = StoreDoor(swap, self._log)
         max_writes, max_loads = transfer_bounds(budget_bytes, formats)
         pager = Pager(
@@ -148,6 +166,8 @@ class Assembly:
             log=self._log,
             limits=limits,
             pressure=pressure,
+            write_limit_bytes=settings.write_limit_bytes,
+            swap_off=swap_off,
         )
         core_box.append(core)
         if trace is not None:
@@ -164,6 +184,9 @@ class Assembly:
         self._notices += restore_agents(core, report)
         core.warm.scan(folder.fs, settings.warm_from, fingerprint=fingerprint, numerics=NUMERICS, log=self._log)
         swap.start()
+        if not swap_off:
+            core.watch = FolderWatch(folder.swap_folder(fingerprint), partial(_submit_checks, swap), self._log)
+            core.watch.start()
         self._tell_facts(core, formats, budget_bytes, quota_bytes)
         return core
 
@@ -192,7 +215,8 @@ class Assembly:
                     f"{what} changed from {before} to {after}: greedy continuations of older agents may differ from an "
                     "unbroken run"
                 )
-        write_record(self._settings.data_dir, self.folder.fs, now)
+        if self._settings.swap == "on":
+            write_record(self._settings.data_dir, self.folder.fs, now)
         self._facts |= {"attention": choice.backend.name, "threads": threads}
         if choice.timings_ms:
             self._facts["attention_timings_ms"] = dict(choice.timings_ms)
@@ -290,6 +314,8 @@ class Assembly:
             "budget_bytes": budget_bytes,
             "quota_bytes": quota_bytes,
             "sharing": self._settings.sharing,
+            "swap": self._settings.swap,
+            "write_limit_bytes": self._settings.write_limit_bytes,
             "chunk_tokens": core.chunk_tokens,
             "max_batch": core.default_batch if self._settings.max_batch == "auto" else self._settings.max_batch,
             "data_dir": str(self._settings.data_dir),
@@ -336,6 +362,20 @@ def _default_batch(core: EngineCore) -> int:
     )
 
 
+def _submit_checks(swap: SwapThread, page_ids: frozenset[str], folders: frozenset[str]) -> None:
+    """Let the swap thread look at page files, a few at a time: commits come in between."""
+    with contextlib.suppress(Draining):
+        names = sorted(page_ids)
+        for start in range(0, len(names), CHECKED_AT_ONCE):
+            swap.submit(CheckPagesOp(frozenset(names[start : start + CHECKED_AT_ONCE])))
+        for each in sorted(folders):
+            swap.submit(CheckPagesOp(frozenset(), frozenset({each})))
+
+
+def _write_nothing(path: Path, data: bytes) -> None:
+    """Constants of formats stay in RAM while swap is off: no page in the data folder will need them."""
+
+
 def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> tuple[int, int]:
     """Page writes and page loads in flight at once: as many as an eighth of the budget holds, at least one each way.
 
@@ -343,7 +383,7 @@ def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> tuple[int, int]
     """
     largest = max(layout.payload_bytes for layout in formats.book.layouts.values())
     copies = budget_bytes // 8 // largest
-    return max(1, min(2, copies // 2)), max(1, min(4, copies // 2))
+    return max(1, min(2, copies // 2)), max(1, min(8, copies // 2))
 
 
 def _formats_in_use(

@@ -20,7 +20,7 @@ from kvd.cli_gateway import gateway, http_address, http_option
 from kvd.cli_model import model
 from kvd.cli_options import memory_options
 from kvd.cli_service import service
-from kvd.cli_types import SIZE, AutoOrCount
+from kvd.cli_types import SIZE, AutoOrCount, WriteLimit
 from kvd.config import (
     ATTENTION,
     DEFAULT_BUDGET_BYTES,
@@ -30,6 +30,7 @@ from kvd.config import (
     MAX_BATCH,
     PREFETCH,
     SHARING,
+    SWAP,
     Settings,
 )
 from kvd.errors import EnvironmentFault, KvdError
@@ -200,6 +201,24 @@ def main() -> None:
     help="Whose pages go first: the least recently used agent's, or that whose next turn seems farthest (reuse).",
 )
 @click.option(
+    "--swap",
+    type=click.Choice(SWAP),
+    envvar="KVD_SWAP",
+    show_envvar=True,
+    default="on",
+    show_default=True,
+    help="off: KV in RAM only: nothing is durable, what is evicted is computed again, the data folder stays as is.",
+)
+@click.option(
+    "--write-limit",
+    type=WriteLimit(),
+    envvar="KVD_WRITE_LIMIT",
+    show_envvar=True,
+    default="off",
+    show_default=True,
+    help="Bytes to disk in a minute, such as 500MB/min, beyond which pages wait; a reply says if its turn does.",
+)
+@click.option(
     "--trace",
     envvar="KVD_TRACE",
     show_envvar=True,
@@ -268,6 +287,8 @@ def serve(
     decode_share: float,
     prefetch: str,
     eviction: str,
+    swap: str,
+    write_limit: int | None,
     trace: Path | None,
     warm_from: tuple[Path, ...],
     drain_grace_s: float,
@@ -313,6 +334,8 @@ def serve(
             decode_share=decode_share,
             prefetch=prefetch,
             eviction=eviction,
+            swap=swap,
+            write_limit_bytes=write_limit,
             trace=Path(trace).expanduser().absolute() if trace else None,
             warm_from=tuple(Path(folder).expanduser().absolute() for folder in warm_from),
             drain_grace_s=drain_grace_s,

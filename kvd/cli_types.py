@@ -1,4 +1,4 @@
-"""Types of options that click does not have: sizes, and numbers that may be left to the program.
+"""What options of `kvd` take beyond click's own types: sizes, counts, limits. Errors name what is allowed.
 
 May import click, kvd.errors and kvd.ops.sizes.
 """
@@ -38,6 +38,28 @@ SIZE = SizeType()
 
 
 if TYPE_CHECKING:
+    LimitType = click.ParamType[int | None]
+else:
+    LimitType = click.ParamType
+
+
+class WriteLimit(LimitType):
+    """`off`, or a size a minute such as 500MB/min."""
+
+    name = "size/min|off"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """Name what is allowed when it is neither."""
+        text = str(value).strip().lower()
+        if text == "off":
+            return None
+        try:
+            return parse_size(text.removesuffix("/min").rstrip(), what="write-limit")
+        except KvdError as error:
+            self.fail(f"{error.message}, with or without /min, or off", param, ctx)
+
+
+if TYPE_CHECKING:
     CountType = click.ParamType[int | Literal["auto"]]
 else:
     CountType = click.ParamType
@@ -65,4 +87,4 @@ class AutoOrCount(CountType):
         raise click.BadParameter(f"must be auto or a whole number from 1 to {self._most}, not {text!r}", ctx, param)
 
 
-__all__ = ["SIZE", "AutoOrCount", "SizeType"]
+__all__ = ["SIZE", "AutoOrCount", "SizeType", "WriteLimit"]

@@ -22,6 +22,9 @@ ATTENTION = ("auto", "metal", "cuda", "cpu", "mlx", "reference")
 """Backends of all machines; which of them this one has is known when mlx is there (`select_backend` refuses others)."""
 PREFETCH = ("predict", "hints", "off")
 EVICTION = ("lru", "reuse")
+SWAP = ("on", "off")
+MIN_WRITE_LIMIT_BYTES = 1_000_000
+"""In a minute: less would hold back the pages of a single turn for minutes with most models."""
 MIN_BUDGET_BYTES = 1_000_000
 DEFAULT_PIN_LIMIT = 0.5
 MAX_PIN_LIMIT = 0.9
@@ -72,6 +75,9 @@ class Settings:
             (`predict`), for turns that wait (`hints`), nothing (`off`); clients may always ask for it.
         eviction: whose pages go first when room is short: of the agent used least recently (`lru`), or of the one whose
             next turn is estimated to be farthest away (`reuse`).
+        swap: pages and logs go to disk (`on`), or KV is kept in RAM only (`off`): nothing is durable, what is evicted
+            is computed again, and what the data folder holds is left as it is.
+        write_limit_bytes: what may be written in a minute before pages wait; None: any amount.
         trace: what agents do to pages is written there, for `kvd bench eviction` (None: nowhere).
         warm_from: folders of exported agents, imported when somebody first uses their names; never written.
         drain_grace_s: how long a drain lets requests finish before it cancels them.
@@ -100,6 +106,8 @@ class Settings:
     decode_share: float = 0.5
     prefetch: str = "predict"
     eviction: str = "lru"
+    swap: str = "on"
+    write_limit_bytes: int | None = None
     trace: Path | None = None
     warm_from: tuple[Path, ...] = ()
     drain_grace_s: float = 30.0
@@ -114,6 +122,11 @@ class Settings:
         _one_of("sharing", self.sharing, SHARING)
         _one_of("prefetch", self.prefetch, PREFETCH)
         _one_of("eviction", self.eviction, EVICTION)
+        _one_of("swap", self.swap, SWAP)
+        if self.write_limit_bytes is not None:
+            _at_least("write-limit", self.write_limit_bytes, MIN_WRITE_LIMIT_BYTES, "bytes a minute")
+        if self.swap == "off" and self.warm_from:
+            raise ConfigError("warm-from needs --swap on: an agent that is imported is written to disk", setting="swap")
         _one_of("log-level", self.log_level, LOG_LEVELS)
         _at_least("budget", self.budget_bytes, MIN_BUDGET_BYTES, "bytes")
         if not (isinstance(self.pin_limit, int) and self.pin_limit >= 0) and not 0 <= self.pin_limit <= MAX_PIN_LIMIT:

@@ -69,6 +69,8 @@ LAYERS = {
     "kvd.store": Row("kvd.ids kvd.errors kvd.vm.text kvd.quant.spec", "msgpack safetensors xxhash"),
     "kvd.store.frame_pool": Row("kvd.ids kvd.errors kvd.quant kvd.store.fragment", "numpy"),
     "kvd.store.fragment": Row("kvd.errors kvd.quant.spec", "numpy"),
+    "kvd.store.folder_watch": Row("kvd.store.layout", "watchdog"),
+    "kvd.store.frame_memory": Row("kvd.store.frame_pool", "numpy"),
     "kvd.quant": Row("kvd.ids kvd.errors", "mlx numpy safetensors"),
     "kvd.quant.native_codec": Row("kvd.native kvd.quant", "numpy"),
     # Calibration runs a model; it is the one place where quant looks up to kvd.model.
@@ -78,7 +80,8 @@ LAYERS = {
     # Machine code for CPUs; knows numbers and addresses, nothing of pages.
     "kvd.native": Row("kvd.errors kvd.launcher", "llvmlite numpy platformdirs"),
     "kvd.attention": Row(
-        "kvd.ids kvd.errors kvd.native kvd.quant kvd.store.frame_pool kvd.store.fragment", "mlx numpy"
+        "kvd.ids kvd.errors kvd.native kvd.quant kvd.store.fragment kvd.store.frame_memory kvd.store.frame_pool",
+        "mlx numpy",
     ),
     # The only door to mlx_lm.
     "kvd.model": Row(
@@ -104,7 +107,7 @@ LAYERS = {
     "kvd.gateway.identity": Row("kvd.gateway.errors", pure=True),
     "kvd.ops": Row("kvd.errors", "structlog"),
     # What people run. `cli` and `daemon` (with `assembly` and `formats`) are the only ones that wire everything.
-    "kvd.bench": Row("kvd kvd_client", "click mlx numpy rich"),
+    "kvd.bench": Row("kvd kvd_client", "click mlx numpy rich xxhash"),
     "kvd.bench.rpc": Row("kvd kvd_client", "click msgpack"),
     "kvd.bench.rpc_peers": Row("kvd.front kvd.ops kvd_client", "msgpack"),
     "kvd.bench.gpu_model": Row("kvd", "mlx mlx_lm numpy"),

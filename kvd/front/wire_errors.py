@@ -37,9 +37,11 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "model_not_found": "model_error",
         "not_deleted": "storage_error",
         "page_corrupt": "storage_error",
+        "page_dropped": "storage_error",
         "page_missing": "storage_error",
         "quota_exceeded": "storage_error",
         "template_refused": "invalid_params",
+        "swap_off": "unsupported",
         "unsupported_model": "unsupported",
     }
 )

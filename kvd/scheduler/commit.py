@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvd.errors import KvdError
 from kvd.ids import PageId
@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
 
 
+SWAP_OFF: Final = "swap is off"
+"""Why nothing is durable in a daemon that keeps KV in RAM only."""
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What became of a commit.
@@ -80,6 +84,8 @@ def commit(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) -> 
         What became of it. What the disk refused lives in RAM and is part of the next record; nothing durable before it
         is touched. `agent.unsaved` speaks of all branches.
     """
+    if core.swap_off:
+        return _keep_in_ram(core, agent, branch)
     for other in unsaved_others(agent, branch):
         if is_recordable(core, other):
             yield from _append(core, agent, other, "turn")
@@ -95,6 +101,15 @@ def commit(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) -> 
         core.log("turn_saved", level="info", agent=str(agent.ref))
     sweep(core)
     return done
+
+
+def _keep_in_ram(core: EngineCore, agent: Agent, branch: Branch) -> Committed:
+    """Swap is off: there is no log. Pages and tail may be dropped all the same, and are computed again."""
+    log_is_gone(agent)
+    core.memory.apply(TurnCommitted(branch.space))
+    agent.refused = SWAP_OFF
+    sweep(core)
+    return Committed(SWAP_OFF)
 
 
 def unsaved_others(agent: Agent, branch: Branch) -> list[Branch]:
@@ -115,7 +130,7 @@ def make_recordable(core: EngineCore, agent: Agent, branch: Branch, stop: Stop) 
         BudgetExceeded: the branch does not fit the budget.
         Cancelled, Busy: as `until_ready`.
     """
-    if is_recordable(core, branch):
+    if core.swap_off or is_recordable(core, branch):
         return
     reservation = reserve(core, branch, refuse_over_budget(core, agent, branch, len(branch.tokens)))
     try:
@@ -175,7 +190,7 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
     while True:
         yield from until_written(core, [branch.space], never)
         if not core.pages_durable(branch.space):
-            return Committed(f"page write failed: {core.memory.statistics.last_write_failure}")
+            return Committed(_why_not_written(core))
         if not _tails_at_hand(core, branch):
             return Committed("the end of its KV is on disk only and must be read before it can be written anew")
         record = _record(core, agent, branch, kind)
@@ -187,6 +202,12 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         if error is None or type(error) in tried or not _remedy(core, agent, branch, error):
             return Committed(error.message if error is not None else "the record was not applied")
         tried.add(type(error))
+
+
+def _why_not_written(core: EngineCore) -> str:
+    if core.pager.writes_held:
+        return f"writes are limited to {core.governor.limit_bytes} bytes a minute: saved once its pages are written"
+    return f"page write failed: {core.memory.statistics.last_write_failure}"
 
 
 def _page_bytes(core: EngineCore, branch: Branch, record: AgentRecord) -> int:

@@ -2,6 +2,7 @@
 
 `EngineCore` is not a loop: it owns model, pager, pool and agents on the engine thread and offers the operations that
 turns and jobs are made of (fork a branch, cut KV, commit). The loop is `kvd.scheduler.engine`.
+Long because it is the one place where all parts meet: a third of it is their documentation and construction.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvd.model.loader import LoadedModel
 from kvd.quant.codec import CODEC_VERSION
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent
+from kvd.scheduler.governor import WriteGovernor
 from kvd.scheduler.limits import Limits, LimitSettings
 from kvd.scheduler.memory import Memory, SpaceFacts
 from kvd.scheduler.paging import Paging
@@ -39,6 +41,7 @@ from kvd.vm.events import (
     SpaceClosed,
     SpaceCreated,
     Unpinned,
+    WritesAllowed,
 )
 from kvd.vm.keys import KeyChain
 from kvd.vm.pager import Pager
@@ -47,6 +50,7 @@ from kvd.vm.text import TypedText, cut_spans
 if TYPE_CHECKING:
     from kvd.attention.interface import AttentionBackend
     from kvd.quant.conditioning import LayerConditioning
+    from kvd.store.folder_watch import FolderWatch
 
 NUMERICS = f"kvd-1/codec-{CODEC_VERSION}"
 """Version of the arithmetic from ids to page bytes. Another version's pages have other keys and headers."""
@@ -81,6 +85,8 @@ class EngineStatistics:
     """Counters since start.
 
     Attributes:
+        requests_busy: ended since there was no room: they got nowhere, and held nothing that others could use.
+        pages_given_up: page files deleted to keep to the quota, although agents had them.
         tokens_shared: of the reused tokens, those in pages that another agent computed.
         busy_s: time of the engine's loop that it did not sleep.
         forward_s: of it, in the model's forward passes.
@@ -90,6 +96,8 @@ class EngineStatistics:
     tokens_computed: int = 0
     tokens_reused: int = 0
     tokens_shared: int = 0
+    pages_given_up: int = 0
+    requests_busy: int = 0
     tokens_replayed: int = 0
     requests: int = 0
     turns_not_durable: int = 0
@@ -137,11 +145,15 @@ class EngineCore:
         default_batch: requests that run at once unless the engine was told.
         limits: what the daemon was started with.
         pressure: watches the process's footprint; without it, it is measured and has no limit.
+        write_limit_bytes: what may be written to disk in a minute; None: any amount.
+        swap_off: KV is kept in RAM only: nothing is durable, and what is evicted is computed again.
 
     Attributes:
         forgotten: pages nobody maps any more; their files go once no log names them.
         sweep_due: something changed since they were offered for deletion.
         warm: exported agents that are imported when somebody first uses their names.
+        refusing_since_s: when the disk was first seen to refuse pages, to a second; None while it takes them.
+        watch: notices changes of page files by others; None: nobody does.
         batch_failures: batches in a row that failed through no row's fault.
     """
 
@@ -164,6 +176,8 @@ class EngineCore:
         default_batch: int = 1,
         limits: LimitSettings | None = None,
         pressure: Pressure | None = None,
+        write_limit_bytes: int | None = None,
+        swap_off: bool = False,
     ) -> None:
         self.default_batch = default_batch
         self.spec = loaded.spec
@@ -177,6 +191,10 @@ class EngineCore:
         self.chunk_tokens = chunk_tokens
         self.clock = clock
         self.log = log
+        self.swap_off = swap_off
+        self.governor = WriteGovernor(write_limit_bytes, clock)
+        self.refusing_since_s: float | None = None
+        self.govern()
         self.forward = Forward(loaded.model, assisted=backend.name == "cpu")
         self.stats = EngineStatistics()
         self.thrashing = Thrashing(most=MAX_BATCH)
@@ -193,7 +211,17 @@ class EngineCore:
         self.forgotten: list[PageId] = []
         self.sweep_due = False
         self.warm = WarmTier()
+        self.watch: FolderWatch | None = None
         self.batch_failures = 0
+
+    def govern(self) -> None:
+        """Tell the pager what it may write, as time passes; note since when the disk refuses."""
+        if not self.pager.writes_fail:
+            self.refusing_since_s = None
+        elif self.refusing_since_s is None:
+            self.refusing_since_s = self.clock()
+        allowance_bytes = self.governor.tick(self.store.statistics().bytes_written)
+        self.memory.apply(WritesAllowed(allowance_bytes))
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -201,7 +229,7 @@ class EngineCore:
         return (
             self.stats.tokens_computed + self.stats.tokens_replayed,
             self.stats.records_written,
-            self.stats.requests,
+            self.stats.requests - self.stats.requests_busy,
         )
 
     # ---- text -------------------------------------------------------------------------------------------------------
@@ -479,6 +507,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Finish what the swap thread has queued (the engine thread is ending)."""
+        if self.watch is not None:
+            self.watch.stop()
         if self.memory.trace is not None:
             self.memory.trace.close()
         self.store.close()

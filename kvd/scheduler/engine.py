@@ -13,6 +13,8 @@ client's callbacks do wrong is logged. Anything else (an answer of the store tha
 books that do not balance, an instruction of the pager that was lost half way, in whosever request) ends the engine:
 everybody who waits is answered, `on_ready` hears of it, and the daemon exits with the reason; what is durable is
 durable.
+
+Long because one loop takes every message and every instruction of the scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeGuard
 
-from kvd.errors import Draining, InternalError, KvdError
+from kvd.errors import Busy, Draining, InternalError, KvdError
 from kvd.ids import RequestId
 from kvd.ops.logs import RequestLine
 from kvd.scheduler.answering import Answering
@@ -50,6 +52,7 @@ from kvd.scheduler.messages import (
 )
 from kvd.scheduler.places import Place
 from kvd.scheduler.requests import AgentRef, JobRequest, Reply, TurnRequest
+from kvd.scheduler.shedding import shed
 from kvd.scheduler.state import (
     CancelWanted,
     DrainWanted,
@@ -336,6 +339,8 @@ class Engine:
                 self._core.store.on_result(result)
             case Drain():
                 assert self._upkeep is not None
+                self._core.governor.lift()  # what is not written now is lost with the process
+                self._core.govern()
                 for agent in [] if self._draining else self._upkeep.unsaved():
                     self._submit_own(agent.ref, "save")  # the last chance for what the disk refused
                 self._draining = True
@@ -445,6 +450,7 @@ class Engine:
             self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
             error = InternalError(f"the request failed: {type(caught).__name__}; the daemon's log has the details")
         self._core.stats.requests += not held.internal
+        self._core.stats.requests_busy += isinstance(error, Busy) and not held.internal
         request_id = held.request.request_id
         self._answering.answer(request_id, result, error)
         self._core.paging.ended(held.request, has_run=held.has_held_pages, waits=self._answering.waits)
@@ -474,9 +480,11 @@ class Engine:
             return
         self._last_tick_s = now
         self._core.memory.apply(Tick())
+        self._core.govern()
         self._core.paging.tick()
         self._core.relieve()
         sweep(self._core)
+        shed(self._core)
         if self._scheduler.is_idle:
             self._keep_up(idle=True)
 

@@ -38,7 +38,7 @@ from kvd.scheduler.waking import wake
 from kvd.store.agent_file import AgentFileHeader, Constants
 from kvd.store.agent_file_io import AgentFileReader
 from kvd.store.agent_image import BranchImage, SegmentState
-from kvd.store.errors import AgentFileForeign, AgentFileInvalid, RecordInvalid
+from kvd.store.errors import AgentFileForeign, AgentFileInvalid, RecordInvalid, SwapOff
 from kvd.store.page_file import PageHeader
 from kvd.store.record_codec import decode_record
 from kvd.store.records import AgentRecord, PageEntry, SegmentDelta
@@ -83,11 +83,14 @@ def import_agent(core: EngineCore, request: JobRequest, stop: Stop) -> Importing
     """Make the agent from the file `path`; one that exists is only replaced with `replace`.
 
     Raises:
+        SwapOff: an import is written to disk, and nothing is.
         AgentExists, SpaceInUse: there is such an agent; it is pinned.
         FilePathRefused, AgentFileInvalid, AgentFileTooNew, AgentFileForeign: the file cannot be used.
         ContextFull, BudgetExceeded, QuotaExceeded, Cancelled, EnvironmentFault: in all these cases nothing was made.
     """
     path = port_path(request.arguments["path"])
+    if core.swap_off:
+        raise SwapOff
     core.warm.paths.pop(request.ref, None)
     return (yield from _import_file(core, request.ref, path, replaces=bool(request.arguments["replace"]), stop=stop))
 

@@ -20,7 +20,7 @@ from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import page_runs
 from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.tracing import TraceWriter
-from kvd.store.errors import FormatUnknown, LogCorrupt, PageCorrupt, PageMissing
+from kvd.store.errors import FormatUnknown, LogCorrupt, PageCorrupt, PageDropped, PageMissing
 from kvd.store.fragment import Fragment
 from kvd.store.frame_pool import Frames
 from kvd.store.page_file import PageHeader
@@ -31,6 +31,7 @@ from kvd.vm.events import (
     DropFrame,
     DropPacked,
     Event,
+    FilesGone,
     ForgetPage,
     LoadDone,
     LoadFailed,
@@ -112,6 +113,9 @@ class MemoryStatistics:
     pages_loaded: int = 0
     pages_written: int = 0
     tails_loaded: int = 0
+    pages_dropped: int = 0
+    page_files_lost: int = 0
+    page_files_rewritten: int = 0
     answers: int = 0
     load_failures: int = 0
     write_failures: int = 0
@@ -159,6 +163,7 @@ class Memory:
         self._spaces: dict[SpaceId, SpaceFacts] = {}
         self._pages: dict[PageId, PageFacts] = {}
         self.failed_writes: dict[PageId, int] = {}
+        self._without_file: set[PageId] = set()  # of pages that had one
         self._loading: dict[PageId, Load] = {}
         self._packed: dict[PageId, Fragment] = {}
         self._read_at_tick: list[Load] = []
@@ -292,6 +297,7 @@ class Memory:
             case ForgetPage(page):
                 self._pages.pop(page, None)
                 self.failed_writes.pop(page, None)
+                self._without_file.discard(page)
                 if page in self._spared:
                     self._spared.remove(page)
                 else:
@@ -309,6 +315,9 @@ class Memory:
                 self._on_event("page_writes_resumed", level="info")
             self.statistics.pages_written += 1
             self.failed_writes.pop(page, None)
+            if page in self._without_file:
+                self._without_file.remove(page)
+                self.statistics.page_files_rewritten += 1
             self.apply(WriteDone(page))
             return
         self.statistics.write_failures += 1
@@ -327,8 +336,7 @@ class Memory:
         if payload is None:
             self._lost(page, error)
             return
-        self.pool.create(load.frame, load.layout)
-        self.pool.fill(load.frame, payload)
+        self.pool.load(load.frame, load.layout, payload)
         self.statistics.pages_loaded += 1
         self.apply(LoadDone(page))
 
@@ -348,6 +356,13 @@ class Memory:
         self.pool.insert(load.frame, 0, held_tokens, payload, upto=load.tokens)
         self.statistics.tails_loaded += 1
         self.apply(LoadDone(page))
+
+    def copies_lost(self, pages: Sequence[PageId]) -> None:
+        """Page files went or changed by others' doing: what is in RAM is written again, the rest computed if needed."""
+        self.statistics.page_files_lost += len(pages)
+        self._without_file.update(page for page in pages if page in self._pages)
+        self._on_event("page_files_lost", pages=len(pages), first=list(pages[:3]))
+        self.apply(FilesGone(tuple(pages)))
 
     def _load(self, page: PageId, load: Load) -> None:
         self._loading[page] = load
@@ -376,6 +391,10 @@ class Memory:
 
     def _lost(self, page: PageId, error: KvdError | None) -> None:
         reason = error.message if error is not None else "the log does not hold all of it"
+        if isinstance(error, PageDropped):  # what eviction means while swap is off: nothing is wrong
+            self.statistics.pages_dropped += 1
+            self.apply(LoadFailed(page, reason))
+            return
         self.statistics.load_failures += 1
         self.statistics.lost_pages = [*self.statistics.lost_pages[-99:], page]
         self._on_event("page_lost", page=page, reason=reason, time_s=time.time())

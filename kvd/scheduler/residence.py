@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.reserving import Reservation
-from kvd.scheduler.waiting import Parked, Wait, Waiting, cut_at_lost, raise_if_stopped, until_room
+from kvd.scheduler.waiting import Parked, Wait, Waiting, cut_at_lost, no_room, raise_if_stopped, until_room
 from kvd.vm.events import Activated, Deactivated
 
 if TYPE_CHECKING:
@@ -70,15 +70,27 @@ class Residence:
 
         Raises:
             Cancelled: the caller closes.
+            Busy: the disk refuses, and others kept what room there is for too long.
             BudgetExceeded: meanwhile so much was pinned that it can never fit.
         """
-        line = self.core.reservations
+        line, patience = self.core.reservations, self.state.patience
+        patience.begin(self.core)
         while not line.is_in(self.reservation) or self._lacks_room_for_pins():
-            yield lambda: line.is_in(self.reservation) or self.state.slot_wanted or self.state.stop() is not None
+            yield (
+                lambda: (
+                    line.is_in(self.reservation)
+                    or self.state.slot_wanted
+                    or self.state.stop() is not None
+                    or patience.is_over(self.core)
+                )
+            )
             raise_if_stopped(self.state.stop)
+            if patience.is_over(self.core) and not line.is_in(self.reservation):
+                raise no_room(self.core)
             if self.state.slot_wanted and not line.is_in(self.reservation):
                 line.leave(self.reservation)
                 yield from self._park()
+        patience.end(self.core)
         self.was_in = True
 
     def step_aside(self) -> Waiting:
@@ -158,6 +170,7 @@ class Residence:
             self.core,
             lambda: self.is_wanted or pager.is_ready(space) or pager.lost_at(space) is not None,
             self.state.stop,
+            self.state.patience,
         )
 
     def deactivate(self) -> None:

@@ -1,26 +1,32 @@
 """The engine's side of the swap thread: operations out, answers back to whoever waits for them.
 
-Runs on the engine thread. The swap thread delivers each result into the engine's inbox; `on_result` finds its taker.
+Runs on the engine thread. The swap thread, or a reader beside it, delivers each result into the engine's inbox;
+`on_result` finds its taker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvd.errors import KvdError
 from kvd.ids import GroupId, PageId
 from kvd.quant.spec import PageLayout
+from kvd.scheduler.disk_health import DiskHealth
 from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.requests import AgentRef
+from kvd.store.errors import QuotaExceeded
 from kvd.store.page_file import PageHeader
 from kvd.store.records import AgentRecord
 from kvd.store.swap_ops import (
     AppendRecordOp,
+    CheckPagesOp,
     CompactLogOp,
     DeleteLogOp,
     DeletePageOp,
     FileStepOp,
+    GiveUpPagesOp,
     ReadPageOp,
     ReadTailOp,
     StoreHands,
@@ -33,6 +39,19 @@ from kvd.store.swap_ops import (
 )
 
 RecordAnswer = Callable[[SwapResult], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """The quota refused a page or a record.
+
+    Attributes:
+        over_bytes: by how much it would have been passed.
+        quota_bytes: the quota.
+    """
+
+    over_bytes: int
+    quota_bytes: int
 
 
 class SwapQueue(Protocol):
@@ -60,6 +79,9 @@ class PageTaker(Protocol):
     def tail_read(self, page: PageId, payload: bytes | memoryview | None, error: KvdError | None) -> None:
         """A tail came."""
 
+    def copies_lost(self, pages: Sequence[PageId]) -> None:
+        """Page files are gone or not what was written, by somebody else's doing."""
+
 
 class StoreDoor:
     """Owner: the engine thread.
@@ -69,7 +91,7 @@ class StoreDoor:
         log: told of facts an operator wants to know.
 
     Attributes:
-        reading_s: seconds the swap thread took for reads of pages and tails, without waiting in its queue.
+        health: how the disk fares.
     """
 
     def __init__(self, swap: SwapQueue, log: Callable[..., None]) -> None:
@@ -81,7 +103,9 @@ class StoreDoor:
         self._log_answers: dict[AgentRef, RecordAnswer] = {}
         self._deletions: dict[str, RecordAnswer] = {}
         self._steps: dict[FileStepOp, RecordAnswer] = {}
-        self.reading_s = 0.0
+        self.health = DiskHealth()
+        self._shortage: Shortage | None = None
+        self._giving_up: list[RecordAnswer] = []
 
     def connect(self, taker: PageTaker) -> None:
         """Name the taker of page answers (it is made after the door)."""
@@ -129,6 +153,18 @@ class StoreDoor:
         self._deletions[page] = answer
         self._swap.submit(DeletePageOp(page))
 
+    def give_up(self, pages: frozenset[PageId], answer: RecordAnswer) -> None:
+        """Queue the deletion of page files although logs name them."""
+        self._giving_up.append(answer)
+        self._swap.submit(GiveUpPagesOp(pages))
+
+    def take_shortage(self) -> Shortage | None:
+        """What the quota refused last since this was asked, if anything; nothing while files are being given up."""
+        if self._giving_up:
+            return None
+        shortage, self._shortage = self._shortage, None
+        return shortage
+
     def file_step(self, path: str, step: Callable[[StoreHands], object], answer: RecordAnswer) -> None:
         """Queue a step of an export or import of the file `path`."""
         op = FileStepOp(step, path)
@@ -152,16 +188,15 @@ class StoreDoor:
             EngineBroken: the swap thread ended through a bug; nothing can be durable any more.
         """
         assert self._taker is not None
+        self._note_health(result)
         for fact in result.facts:
             self._log("store", fact=fact)
         match result.op:
             case WritePageOp(header):
                 self._taker.page_written(header.page_id, result.error)
             case ReadPageOp(header):
-                self.reading_s += result.seconds
                 self._taker.page_read(header.page_id, result.payload, result.error)
             case ReadTailOp(namespace, agent, branch, group):
-                self.reading_s += result.seconds
                 self._tail_came(namespace, agent, branch, group, result)
             case AppendRecordOp(record):
                 self._answers.pop((record.namespace, record.agent, record.seq))(result)
@@ -170,11 +205,25 @@ class StoreDoor:
                     self._log_answers.pop(ref)(result)
             case DeletePageOp(page_id):
                 self._deletions.pop(page_id)(result)
+            case GiveUpPagesOp():
+                self._giving_up.pop(0)(result)
+            case CheckPagesOp():
+                if isinstance(result.value, tuple) and result.value:
+                    self._taker.copies_lost(result.value)
             case FileStepOp():
                 self._steps.pop(result.op)(result)
             case SwapBroken(reason):
                 # every answer that is still awaited will never come
                 raise EngineBroken(f"the swap thread ended: {reason}")
+
+    def _note_health(self, result: SwapResult) -> None:
+        if isinstance(result.error, QuotaExceeded) and isinstance(result.op, WritePageOp | AppendRecordOp):
+            self._shortage = Shortage(result.error.over_bytes, result.error.quota_bytes)
+        before = self.health.state
+        self.health.note(result)
+        if "refuses" in (before, self.health.state) and before != self.health.state:
+            is_well = self.health.state != "refuses"
+            self._log("disk_health", level="info" if is_well else "warning", **self.health.facts())
 
     def _tail_came(self, namespace: str, agent: str, branch: int, group: int, result: SwapResult) -> None:
         assert self._taker is not None

@@ -38,7 +38,7 @@ from kvd.scheduler.residence import Residence
 from kvd.scheduler.sampling import Sampler
 from kvd.scheduler.sharing import Advance
 from kvd.scheduler.state import Priority
-from kvd.scheduler.waiting import Wait, raise_if_stopped
+from kvd.scheduler.waiting import Patience, Wait, raise_if_stopped
 from kvd.vm.events import Pinned, Unpinned
 from kvd.vm.prefix import Match, StoredText, best_match
 from kvd.vm.text import TypedText, joined, rest_of
@@ -82,6 +82,7 @@ class TurnState:
     slot_wanted: bool = False
     preemptions: int = 0
     residence: Residence | None = None
+    patience: Patience = field(default_factory=Patience)
     is_background: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -69,6 +69,8 @@ class Upkeep:
 
     def unsaved(self) -> list[Agent]:
         """Agents with changes that are not on disk, the one that was tried longest ago first."""
+        if self._core.swap_off:
+            return []  # there is nowhere to save anything
         unsaved = [agent for agent in self._core.agents if agent.unsaved is not None]
         return sorted(unsaved, key=lambda agent: agent.last_save)
 

@@ -170,12 +170,18 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
 
 
 def health_facts(core: EngineCore) -> dict[str, object]:
-    """Whether the pool thrashes, and memory is short; may be asked from any thread, since it reads single values."""
+    """Whether the pool thrashes, memory is short, the disk is well; from any thread, since it reads single values."""
     return {
         "thrashing": core.thrashing.is_thrashing,
         "refault_rate": round(core.thrashing.refault_rate, 4),
         "memory_pressure": core.pressure.level,
+        **disk_facts(core),
     }
+
+
+def disk_facts(core: EngineCore) -> dict[str, object]:
+    """Whether KV goes to disk and how the disk fares; may be asked from any thread, as `health_facts`."""
+    return {"swap": "off" if core.swap_off else "on"} | core.store.health.facts()
 
 
 def statistics(core: EngineCore) -> dict[str, object]:
@@ -233,17 +239,25 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "prefetch_unknown_pages": {reason: figures.unknown_pages for reason, figures in ahead.items()},
         "prediction_hits": predictor.hits,
         "prediction_misses": predictor.misses,
-        "swap_in_busy_s": round(core.store.reading_s, 3),
+        "swap_in_busy_s": round(store.reading_s, 3),
         "swap_in_waited_s": round(core.stats.swap_in_waited_s, 3),
         "pages_loaded": hands.pages_loaded,
         "tails_loaded": hands.tails_loaded,
         "load_failures": hands.load_failures,
+        "pages_given_up": core.stats.pages_given_up,
+        "pages_dropped": hands.pages_dropped,
+        "swap_watched": core.watch is not None and core.watch.is_watching,
+        "page_files_lost": hands.page_files_lost,
+        "page_files_rewritten": hands.page_files_rewritten,
         "write_failures": hands.write_failures,
         "swap_bytes": store.swap_bytes,
         "log_bytes": store.log_bytes,
         "disk_used_bytes": store.used_bytes,
         "quota_bytes": store.quota_bytes,
         "bytes_written": store.bytes_written,
+        "bytes_written_last_minute": core.governor.last_minute_bytes,
+        "write_limit_bytes": core.governor.limit_bytes,
+        "write_delayed_bytes": core.pager.held_write_bytes,
         "bytes_read": store.bytes_read,
         "fsyncs": store.fsyncs,
         "fsync_s": round(store.fsync_s, 6),
@@ -268,6 +282,8 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "requests": core.stats.requests,
         "turns_not_durable": core.stats.turns_not_durable,
         "records_written": core.stats.records_written,
+        **disk_facts(core),
+        "disk_refusals": core.store.health.episodes,
         "agents": len(core.agents),
         "agents_asleep": len(core.agents.asleep),
         "footprint_bytes": measure_footprint().footprint_bytes,

@@ -4,7 +4,8 @@ A request waits for one of six things: pages that are being read, room that is b
 turn to be let in (`kvd.scheduler.reserving`), a step of the model, or, preempted, a place to run again
 (`kvd.scheduler.residence`). The last four always come. Room may not: while the
 disk refuses writes, RAM can fill with pages and tails that must not be dropped. Such a wait ends with an error once
-nobody has got anywhere for `STUCK_S`.
+nobody has got anywhere for `STUCK_S`; and while the disk refuses, whatever others do, once the waits of a request for
+room and for its place add up to `PATIENCE_S`: who waits behind others that all end like this must not wait for each.
 
 May import kvd.errors, kvd.ids and kvd.vm.
 """
@@ -39,6 +40,38 @@ def is_never_wanted() -> bool:
 
 STUCK_S = 5.0
 """How long a request waits for room while nothing is under way that could make any."""
+
+
+PATIENCE_S = 10.0
+"""How long a request waits in all, for room and for its place, while the disk refuses writes."""
+
+
+@dataclass(eq=False, slots=True)
+class Patience:
+    """How long one request has waited while the disk refused writes, over all its waits. Owner: the request.
+
+    Attributes:
+        waited_s: in waits that have ended.
+    """
+
+    waited_s: float = 0.0
+    _since_s: float = 0.0
+
+    def begin(self, core: EngineCore) -> None:
+        """A wait begins."""
+        self._since_s = core.clock()
+
+    def is_over(self, core: EngineCore) -> bool:
+        """Whether the disk refuses, and this wait and those before it were long enough."""
+        return core.refusing_since_s is not None and self._spent_s(core, core.refusing_since_s) > PATIENCE_S
+
+    def end(self, core: EngineCore) -> None:
+        """The wait ended; what others did while the disk was well does not count."""
+        if core.refusing_since_s is not None:
+            self.waited_s = self._spent_s(core, core.refusing_since_s)
+
+    def _spent_s(self, core: EngineCore, refusing_since_s: float) -> float:
+        return self.waited_s + core.clock() - max(self._since_s, refusing_since_s)
 
 
 @dataclass(eq=False, slots=True)
@@ -127,17 +160,24 @@ def never() -> str | None:
     return None
 
 
-def until_ready(core: EngineCore, space: SpaceId, stop: Stop) -> Waiting:
+def until_ready(core: EngineCore, space: SpaceId, stop: Stop, patience: Patience | None = None) -> Waiting:
     """Wait until a step can run on an active space, or a page of it turns out to be lost.
 
     Raises:
         Cancelled, Busy: as `until_room`.
     """
-    yield from until_room(core, lambda: core.pager.is_ready(space) or core.pager.lost_at(space) is not None, stop)
+    pager = core.pager
+    yield from until_room(core, lambda: pager.is_ready(space) or pager.lost_at(space) is not None, stop, patience)
 
 
-def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop) -> Waiting:
+def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop, patience: Patience | None = None) -> Waiting:
     """Wait for pages that the pager was told to bring in or to make room for.
+
+    Args:
+        core: the engine's parts.
+        ready: what is waited for.
+        stop: why the request is to end, if it is.
+        patience: of the request; None: this wait has its own.
 
     Raises:
         Cancelled: `stop` said so.
@@ -145,17 +185,26 @@ def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop) -> Waiti
     """
     if core.pager.writes_fail:
         core.memory.apply(RetryWanted())  # room may depend on it
-    stuck = _stuck(core)
-    yield lambda: ready() or stop() is not None or stuck()
+    stuck, patience = _stuck(core), patience or Patience()
+    patience.begin(core)
+    yield lambda: ready() or stop() is not None or stuck() or patience.is_over(core)
+    patience.end(core)
     if ready():
         return
     raise_if_stopped(stop)
+    raise no_room(core)
+
+
+def no_room(core: EngineCore) -> Busy:
+    """The error of a wait that came to nothing, with what memory is full of."""
     figures = core.pager.statistics()
     if core.pager.writes_fail:
         why = f"of what the disk has not taken yet; last failure: {core.memory.statistics.last_write_failure}"
+    elif core.pager.writes_held:
+        why = f"of pages that the write limit of {core.governor.limit_bytes} bytes a minute holds back"
     else:
         why = "of pages that others hold"
-    raise Busy(
+    return Busy(
         f"memory is full {why}",
         retry_after_s=STUCK_S,
         dirty_bytes=figures.dirty_bytes,
@@ -221,6 +270,8 @@ def _room_news(core: EngineCore) -> tuple[int, int, int]:
 def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Waiting:
     """Wait until all sealed pages of spaces are in swap, a write of one of them fails, or `stop` says so.
 
+    A write limit that holds pages back ends it, too: nobody waits for minutes to go by.
+
     While another agent's page cannot be written no write starts, so these pages ask for the next try (P33): what
     becomes of them depends on them alone.
     """
@@ -232,7 +283,7 @@ def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Wa
         if core.pager.writes_fail:
             for space in spaces:
                 core.memory.apply(RetryWanted(space))
-        if not dirty:
+        if not dirty or core.pager.writes_held:
             return
         seen = core.memory.statistics.write_failures
         yield partial(_write_news, core, spaces, stop, seen)
@@ -240,7 +291,7 @@ def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Wa
 
 def _write_news(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop, seen_failures: int) -> bool:
     """Whether a wait for writes must look again."""
-    if stop() is not None or core.memory.statistics.write_failures != seen_failures:
+    if stop() is not None or core.pager.writes_held or core.memory.statistics.write_failures != seen_failures:
         return True
     return all(core.pages_durable(space) for space in spaces)
 
@@ -274,19 +325,19 @@ def hold_cut(core: EngineCore, branch: Branch, tokens: int, stop: Stop) -> Gener
     Raises:
         Cancelled, Busy: as `until_room`; nothing is kept.
     """
-    notes: list[str] = []
+    notes, patience = list[str](), Patience()
     space, pager = branch.space, core.pager
     wanted = min(tokens, branch.computed)
     try:
         while True:
             core.memory.apply(CutWanted(space, wanted))
-            yield from until_room(core, partial(_can_cut, pager, space, wanted), stop)
+            yield from until_room(core, partial(_can_cut, pager, space, wanted), stop, patience)
             kept = pager.resumable_at(space, wanted)
             if kept == wanted:
                 return kept, notes
             lost = pager.lost_at(space)
             if lost is None:
-                notes.append(note_of_loss(kept, wanted - kept))
+                notes.append(note_of_loss(core, kept, wanted - kept))
             else:
                 notes.append(cut_at_lost(core, branch, lost))
             wanted = min(kept, branch.computed)
@@ -307,14 +358,15 @@ def release_cut(core: EngineCore, branch: Branch) -> None:
 
 def cut_at_lost(core: EngineCore, branch: Branch, position: int) -> str:
     """Give up KV from a lost page on; what it means, in words for the client."""
-    note = note_of_loss(position, branch.computed - position)
+    note = note_of_loss(core, position, branch.computed - position)
     core.cut_kv(branch, position)
     return note
 
 
-def note_of_loss(position: int, tokens: int) -> str:
+def note_of_loss(core: EngineCore, position: int, tokens: int) -> str:
     """A loss in words for the client."""
-    return f"page lost at token {position}: {tokens} tokens are computed again"
+    what = "page dropped (swap is off)" if core.swap_off else "page lost"
+    return f"{what} at token {position}: {tokens} tokens are computed again"
 
 
 def raise_if_stopped(stop: Stop) -> None:
@@ -333,9 +385,9 @@ def fault_in(core: EngineCore, branch: Branch, stop: Stop) -> Generator[Wait, No
     Raises:
         Cancelled, Busy: as `until_ready`.
     """
-    notes: list[str] = []
+    notes, patience = list[str](), Patience()
     while True:
-        yield from until_ready(core, branch.space, stop)
+        yield from until_ready(core, branch.space, stop, patience)
         lost = core.pager.lost_at(branch.space)
         if lost is None:
             return notes

@@ -2,8 +2,8 @@
 
 In RAM:
 
-- `frame_pool`: the pages' frames, per backend.
-- `fragment`: tokens of a page without a frame; the two are the modules here that may know arrays.
+- `frame_pool`, `frame_memory`: the pages' frames, per backend, and memory kept for frames to come.
+- `fragment`: tokens of a page without a frame; the three are the modules here that may know arrays.
 
 On disk, bytes in and bytes out, no arrays; in the order of dependence:
 
@@ -13,7 +13,8 @@ On disk, bytes in and bytes out, no arrays; in the order of dependence:
 - `migrate`: bringing a folder of an older format to this one; imports errors, fs.
 - `layout`: the data folder's names, version and lock; imports errors, fs, migrate.
 - `records`, `record_codec`: the delta log's record, and it as msgpack; import kvd.ids, kvd.vm.text.
-- `page_file`, `swap_dir`: a page as canonical safetensors bytes, and the folder of them; import kvd.quant.spec.
+- `page_file`, `read_buffers`, `swap_dir`: a page as canonical safetensors bytes, memory to read it into, and the folder
+  of all; import kvd.quant.spec.
 - `agent_log`: framed, chained, append-only logs; imports fs, record_codec.
 - `agent_file`, `agent_file_io`: an exported agent as one safetensors file, written and read in steps; import page_file.
 - `agent_image`, `snapshot`: an agent from its records, and back (pure); import records, kvd.quant.spec.
@@ -22,10 +23,12 @@ On disk, bytes in and bytes out, no arrays; in the order of dependence:
 - `recovery_report`, `recovery`: from a folder in any state to agents; import all of the above.
 - `disk_usage`, `log_tails`, `log_book`: the quota over every byte, tails read from logs, all logs; import the above.
 - `verify`: whether a file is what was written, for `kvd doctor`; imports page_file, agent_image.
-- `swap_ops`, `swap_store`, `swap_thread`: operations as data, their execution, and the thread around it.
+- `swap_ops`, `swap_store`, `swap_thread`: operations as data, their execution, and the threads around it.
+- `folder_watch`: notices page files that others change; imports layout.
+- `ram_store`: the same operations without a disk, for `--swap off`; imports swap_ops.
 
-Nothing here imports vm (but `vm.text`), attention, model, scheduler or front. `frame_pool` is imported by its own name,
-so that tools which only read the disk need no array library.
+Nothing here imports vm (but `vm.text`), attention, model, scheduler or front. `frame_pool` and `frame_memory` are
+imported by their own names, so that tools which only read the disk need no array library.
 """
 
 from kvd.store.agent_image import AgentImage, BranchImage, SegmentState

@@ -11,6 +11,8 @@
     ├── DataFolderMalformed  VERSION is not a version
     ├── PageCorrupt          a page file is not, byte for byte, what was written
     ├── PageMissing          no file for that page
+    │   └── PageDropped      swap is off: a page that left RAM is gone
+    ├── SwapOff              swap is off: nothing is written
     ├── LogCorrupt           a log's tail fragment no longer has its checksum
     └── LogVanished          the log is shorter than what was committed, or gone
         └── LogDamaged       the log is there, but a replay would not get through it
@@ -145,7 +147,12 @@ class DataFolderExposed(EnvironmentFault):
 
 
 class QuotaExceeded(EnvironmentFault):
-    """The write would take the data folder past its quota. Nothing was written."""
+    """The write would take the data folder past its quota. Nothing was written.
+
+    Attributes:
+        over_bytes: by how much.
+        quota_bytes: the quota.
+    """
 
     name = "quota_exceeded"
 
@@ -159,6 +166,8 @@ class QuotaExceeded(EnvironmentFault):
             reserved_bytes=reserved_bytes,
             quota_bytes=quota_bytes,
         )
+        self.over_bytes = used_bytes + wanted_bytes + reserved_bytes - quota_bytes
+        self.quota_bytes = quota_bytes
 
 
 class DataFolderLocked(EnvironmentFault):
@@ -234,6 +243,21 @@ class PageMissing(EnvironmentFault):
 
     def __init__(self, *, page_id: str) -> None:
         super().__init__(f"Page {page_id} has no swap file. Its tokens are computed again.", page_id=page_id)
+
+
+class PageDropped(PageMissing):
+    """Swap is off, so a page that made room for others is gone; its tokens are computed again."""
+
+    name = "page_dropped"
+
+
+class SwapOff(EnvironmentFault):
+    """The daemon keeps KV in RAM only, and what was asked for would have written it to disk. Nothing was written."""
+
+    name = "swap_off"
+
+    def __init__(self) -> None:
+        super().__init__("Swap is off: this daemon writes no KV to disk. Start kvd serve with --swap on for that.")
 
 
 class LogCorrupt(EnvironmentFault):
@@ -348,9 +372,11 @@ __all__ = [
     "LogUnreadable",
     "LogVanished",
     "PageCorrupt",
+    "PageDropped",
     "PageMissing",
     "PageNotDurable",
     "PageReferenced",
     "QuotaExceeded",
     "RecordInvalid",
+    "SwapOff",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from kvd.ids import PageId
 from kvd.store.agent_image import AgentImage
@@ -113,6 +113,30 @@ class RecoveryReport:
         return self.usage.used_bytes
 
 
+EMPTY_REPORT: Final = RecoveryReport(
+    agents={},
+    logs={},
+    pages={},
+    file_bytes={},
+    missing_pages={},
+    unknown_formats=(),
+    orphans=(),
+    orphans_deleted=0,
+    orphan_bytes=0,
+    temp_files_deleted=(),
+    foreign_files=(),
+    quarantined=(),
+    log_troubles=(),
+    adopted_pages=0,
+    dropped_rows=0,
+    facts=(),
+    usage=FolderUsage(0, 0, 0, 0),
+    counters={},
+    seconds=0.0,
+)
+"""What a daemon starts from that does not look into its folder."""
+
+
 def agent_row(image: AgentImage, checksum: bytes, last_offset: int, now_s: float) -> AgentRow:
     """The catalog row of an agent whose log ends with the record that starts at `last_offset`."""
     return AgentRow(
@@ -131,4 +155,4 @@ def agent_row(image: AgentImage, checksum: bytes, last_offset: int, now_s: float
     )
 
 
-__all__ = ["AgentRef", "LogTrouble", "RecoveryReport", "agent_row"]
+__all__ = ["EMPTY_REPORT", "AgentRef", "LogTrouble", "RecoveryReport", "agent_row"]

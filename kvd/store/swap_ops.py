@@ -2,7 +2,7 @@
 
 Order. Writes, records, compactions and deletions are carried out strictly in the order of submission. Reads overtake
 them, except those they depend on: a page's read waits for queued writes and deletions of that page, a tail's read for
-queued changes of that agent's log.
+queued changes of that agent's log; and a change waits for such reads that were submitted before it.
 
 May import kvd.errors, kvd.quant.spec and siblings of kvd.store.
 """
@@ -75,6 +75,32 @@ class DeletePageOp:
     """Delete a page: row first, then file. Refused while a log names it."""
 
     page_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPagesOp:
+    """See whether files of known pages still are what was written; `SwapResult.value`: ids of those that are not.
+
+    A file that is as it was left is not read. Others are read and verified; bad ones go to quarantine, and those pages
+    are not durable any more. What the disk refuses to read proves nothing.
+
+    Attributes:
+        page_ids: pages to look at; those that are not known are passed over.
+        folders: first two digits of the ids of further pages.
+    """
+
+    page_ids: frozenset[str]
+    folders: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpPagesOp:
+    """Delete files of pages although logs name them: row first, then file. `SwapResult.value`: how many there were.
+
+    For a full quota; the pages are missing from then on, and their tokens are computed again when they are needed.
+    """
+
+    page_ids: frozenset[PageId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +194,37 @@ SwapOp = (
     | AppendRecordOp
     | CompactLogOp
     | DeletePageOp
+    | CheckPagesOp
+    | GiveUpPagesOp
     | DeleteLogOp
     | ReadTailOp
     | FlushOp
     | FileStepOp
     | WakeLogOp
 )
+
+
+def doing(op: SwapOp) -> str:
+    """What an operation does, for messages."""
+    match op:
+        case WritePageOp():
+            return f"Writing page {op.header.page_id}"
+        case ReadPageOp():
+            return f"Reading page {op.expected.page_id}"
+        case AppendRecordOp():
+            return f"Committing record {op.record.seq} of agent {op.record.agent!r}"
+        case CompactLogOp() | DeleteLogOp() | ReadTailOp() | WakeLogOp():
+            return f"{type(op).__name__.removesuffix('Op')} of agent {op.agent!r}"
+        case DeletePageOp():
+            return f"Deleting page {op.page_id}"
+        case GiveUpPagesOp():
+            return "Giving up page files"
+        case CheckPagesOp():
+            return "Looking at page files"
+        case FileStepOp():
+            return f"A step on {op.path}"
+        case FlushOp():
+            return "Flushing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +240,7 @@ class SwapResult:
         payload: page (a view into its file's bytes) or tail, for reads that succeeded.
         image: the agent afterwards, for records and compactions that succeeded.
         facts: what else happened and belongs into the log (quarantined files, recreated folders, a new catalog).
-        value: what a `FileStepOp` returned, or a `WakeLogOp` says.
+        value: what a `FileStepOp` returned, a `WakeLogOp` says, a `CheckPagesOp` found, or a `GiveUpPagesOp` counted.
     """
 
     op: SwapOp | SwapBroken
@@ -204,6 +255,21 @@ class SwapResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadFigures:
+    """Reads of pages beside the swap thread, since start.
+
+    Attributes:
+        pages_read: that gave a page.
+        bytes_read: of their files.
+        reading_s: seconds in which at least one was running.
+    """
+
+    pages_read: int = 0
+    bytes_read: int = 0
+    reading_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class SwapStatistics:
     """Figures since start, unless said otherwise.
 
@@ -211,6 +277,7 @@ class SwapStatistics:
         bytes_written: all bytes written (pages, logs, moves to quarantine), without SQLite's.
         bytes_written_lifetime: likewise, since the data folder was made (as of the last commit before a crash).
         bytes_read: all bytes read.
+        reading_s: seconds in which pages or tails were being read, without waiting in the queue.
         fsyncs, fsync_s: flushes of files and folders, and seconds they took, without SQLite's.
         pages_written, pages_read, records_appended, logs_compacted, pages_deleted: operations that succeeded.
         pages_corrupt, pages_missing: loads that failed so.
@@ -227,6 +294,7 @@ class SwapStatistics:
     bytes_written: int
     bytes_written_lifetime: int
     bytes_read: int
+    reading_s: float
     fsyncs: int
     fsync_s: float
     pages_written: int
@@ -250,11 +318,14 @@ class SwapStatistics:
 
 __all__ = [
     "AppendRecordOp",
+    "CheckPagesOp",
     "CompactLogOp",
     "DeleteLogOp",
     "DeletePageOp",
     "FileStepOp",
     "FlushOp",
+    "GiveUpPagesOp",
+    "ReadFigures",
     "ReadPageOp",
     "ReadTailOp",
     "StoreHands",
@@ -264,4 +335,5 @@ __all__ = [
     "SwapStatistics",
     "WakeLogOp",
     "WritePageOp",
+    "doing",
 ]

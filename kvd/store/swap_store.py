@@ -34,11 +34,14 @@ from kvd.store.recovery_report import RecoveryReport
 from kvd.store.swap_dir import SwapDir
 from kvd.store.swap_ops import (
     AppendRecordOp,
+    CheckPagesOp,
     CompactLogOp,
     DeleteLogOp,
     DeletePageOp,
     FileStepOp,
     FlushOp,
+    GiveUpPagesOp,
+    ReadFigures,
     ReadPageOp,
     ReadTailOp,
     SwapOp,
@@ -46,6 +49,7 @@ from kvd.store.swap_ops import (
     SwapStatistics,
     WakeLogOp,
     WritePageOp,
+    doing,
 )
 
 _DOOMED_PAGES: Final = 256
@@ -87,9 +91,12 @@ class SwapStore:
         self._drop_page_cache = drop_page_cache
         self._facts: list[str] = []
         self._swap = SwapDir(folder, fingerprint, self._fs)
+        self._beside = SwapDir(folder, fingerprint, fs)  # for readers: the meter is one thread's
         self._pages: dict[PageId, PageHeader] = dict(recovered.pages)
         self._file_bytes: dict[PageId, int] = dict(recovered.file_bytes)
+        self._left_as: dict[PageId, tuple[int, float]] = {}  # length and time of change of files that are known good
         self._doomed: dict[str, None] = {}
+        self._layouts = layouts
         self._logs = LogBook(folder, fingerprint, self._fs, layouts, full_groups, recovered, self._facts.append)
         self._written_before = recovered.counters.get("bytes_written", 0)
         self._usage = DiskUsage(folder, fingerprint, self._fs, quota_bytes, counted=recovered.usage)
@@ -105,6 +112,7 @@ class SwapStore:
         self._counts = dict.fromkeys(
             ("pages_written", "pages_read", "records", "compacted", "deleted", "corrupt", "missing", "write_errors"), 0
         )
+        self._reading_s = 0.0
 
     def perform(self, op: SwapOp) -> SwapResult:
         """Carry out one operation. Never raises for what the disk or the caller did: the result says it."""
@@ -120,17 +128,20 @@ class SwapStore:
             if isinstance(op, FileStepOp):
                 error = FileFault(op.path, fault)
             else:
-                error = DiskFault(_doing(op), str(fault.filename or self._folder.root), fault)
+                error = DiskFault(doing(op), str(fault.filename or self._folder.root), fault)
         except Exception as fault:
-            error = InternalError(f"{_doing(op)} failed: {fault!r}")
+            error = InternalError(f"{doing(op)} failed: {fault!r}")
         if error is not None and isinstance(op, WritePageOp | AppendRecordOp | CompactLogOp):
             self._counts["write_errors"] += 1
         facts = tuple(self._facts)
         self._facts.clear()
+        seconds = time.perf_counter() - started_s
+        if isinstance(op, ReadPageOp | ReadTailOp):
+            self._reading_s += seconds
         return SwapResult(
             op=op,
             error=error,
-            seconds=time.perf_counter() - started_s,
+            seconds=seconds,
             written_bytes=self._fs.bytes_written - written,
             read_bytes=self._fs.bytes_read - read,
             payload=done.payload,
@@ -138,6 +149,23 @@ class SwapStore:
             facts=facts,
             value=done.value,
         )
+
+    def read_beside(self, op: ReadPageOp) -> SwapResult | None:
+        """Read a known page on any thread, beside the one that owns the store; changes nothing.
+
+        Returns:
+            The answer, as of `perform`; None when there is no good file, or none is known: then `perform` has to read
+            it, since books must be kept.
+        """
+        page_id, started_s = op.expected.page_id, time.perf_counter()
+        if page_id in self._doomed or self._pages.get(page_id) != op.expected:
+            return None
+        try:
+            payload = self._beside.read(op.expected, op.layout, drop_cache=self._drop_page_cache)
+        except (PageMissing, PageCorrupt, OSError):
+            return None
+        file_bytes = self._file_bytes.get(page_id, len(payload))
+        return SwapResult(op, None, time.perf_counter() - started_s, read_bytes=file_bytes, payload=payload)
 
     def idle(self) -> None:
         """Commit the catalog and remove the files of deleted pages. Called when the queue is empty."""
@@ -154,16 +182,24 @@ class SwapStore:
         self.idle()
         self._catalog.close()
 
-    def statistics(self, *, deliver_errors: int = 0, queued_ops: int = 0, queued_bytes: int = 0) -> SwapStatistics:
-        """Figures; may be called from any thread."""
+    def statistics(
+        self,
+        *,
+        deliver_errors: int = 0,
+        queued_ops: int = 0,
+        queued_bytes: int = 0,
+        beside: ReadFigures = ReadFigures(),  # noqa: B008  frozen
+    ) -> SwapStatistics:
+        """Figures; may be called from any thread. `beside`: what `read_beside` did."""
         return SwapStatistics(
             bytes_written=self._fs.bytes_written,
             bytes_written_lifetime=self._written_before + self._fs.bytes_written,
-            bytes_read=self._fs.bytes_read,
+            bytes_read=self._fs.bytes_read + beside.bytes_read,
+            reading_s=self._reading_s + beside.reading_s,
             fsyncs=self._fs.fsyncs,
             fsync_s=self._fs.fsync_s,
             pages_written=self._counts["pages_written"],
-            pages_read=self._counts["pages_read"],
+            pages_read=self._counts["pages_read"] + beside.pages_read,
             records_appended=self._counts["records"],
             logs_compacted=self._counts["compacted"],
             pages_deleted=self._counts["deleted"],
@@ -218,7 +254,7 @@ class SwapStore:
         try:
             yield op
         except OSError as fault:
-            raise DiskFault(_doing(op), str(fault.filename or self._folder.root), fault) from fault
+            raise DiskFault(doing(op), str(fault.filename or self._folder.root), fault) from fault
 
     # ---- operations -------------------------------------------------------------------------------------------------
 
@@ -234,6 +270,10 @@ class SwapStore:
                 return self._compact(op)
             case DeletePageOp():
                 self._delete_page(op.page_id)
+            case CheckPagesOp():
+                return SwapResult(op, None, 0.0, value=self._check_pages(op))
+            case GiveUpPagesOp(page_ids):
+                return SwapResult(op, None, 0.0, value=self._give_up(page_ids))
             case DeleteLogOp():
                 renewals = self._catalog.renewals
                 self._catalog.drop_agent(op.namespace, op.agent)
@@ -268,6 +308,7 @@ class SwapStore:
             raise
         self._usage.swap_bytes += file_bytes - (0 if found is None else found.file_bytes)
         self._know_page(op.header, file_bytes)
+        self._note_left(page_id)
         self._counts["pages_written"] += 1
 
     def _read_page(self, op: ReadPageOp) -> memoryview:
@@ -367,6 +408,46 @@ class SwapStore:
         if len(self._doomed) >= _DOOMED_PAGES:
             self.idle()
 
+    def _give_up(self, page_ids: frozenset[PageId]) -> int:
+        known = [page_id for page_id in sorted(page_ids) if page_id in self._pages]
+        for page_id in known:
+            self._forget_page(page_id)
+            self._doomed[page_id] = None
+        self.idle()
+        self._usage.recount()
+        return len(known)
+
+    def _check_pages(self, op: CheckPagesOp) -> tuple[PageId, ...]:
+        wanted = {PageId(page_id) for page_id in op.page_ids}
+        if op.folders:
+            wanted |= {page_id for page_id in self._pages if page_id[:2] in op.folders}
+        bad = []
+        for page_id in sorted(wanted):
+            header = self._pages.get(page_id)
+            layout = None if header is None else self._layouts(header.group, header.format_id)
+            if header is None or layout is None or self._is_as_left(page_id):
+                continue
+            try:
+                self._read_page(ReadPageOp(header, layout))
+            except (PageMissing, PageCorrupt):
+                bad.append(page_id)
+            except OSError as error:
+                self._facts.append(f"page {page_id} changed and cannot be read now: {error}")
+            else:
+                self._note_left(page_id)
+        if bad:
+            self._usage.recount()
+        return tuple(bad)
+
+    def _note_left(self, page_id: PageId) -> None:
+        found = self._fs.stat(self._swap.path(page_id))
+        if found is not None:
+            self._left_as[page_id] = (found.file_bytes, found.mtime_s)
+
+    def _is_as_left(self, page_id: PageId) -> bool:
+        found = self._fs.stat(self._swap.path(page_id))
+        return found is not None and self._left_as.get(page_id) == (found.file_bytes, found.mtime_s)
+
     # ---- internals --------------------------------------------------------------------------------------------------
 
     def _put_aside(self, page_id: PageId) -> None:
@@ -388,6 +469,7 @@ class SwapStore:
     def _forget_page(self, page_id: PageId) -> None:
         self._pages.pop(page_id, None)
         self._file_bytes.pop(page_id, None)
+        self._left_as.pop(page_id, None)
         self._catalog.drop_pages([page_id])
 
     def _admit(self, wanted_bytes: int, *, kept_bytes: int = 0) -> None:
@@ -434,25 +516,6 @@ class SwapStore:
         )
         self._catalog.renew()
         self._usage.recount()
-
-
-def _doing(op: SwapOp) -> str:
-    """What an operation does, for messages."""
-    match op:
-        case WritePageOp():
-            return f"Writing page {op.header.page_id}"
-        case ReadPageOp():
-            return f"Reading page {op.expected.page_id}"
-        case AppendRecordOp():
-            return f"Committing record {op.record.seq} of agent {op.record.agent!r}"
-        case CompactLogOp() | DeleteLogOp() | ReadTailOp() | WakeLogOp():
-            return f"{type(op).__name__.removesuffix('Op')} of agent {op.agent!r}"
-        case DeletePageOp():
-            return f"Deleting page {op.page_id}"
-        case FileStepOp():
-            return f"A step on {op.path}"
-        case FlushOp():
-            return "Flushing"
 
 
 __all__ = ["SwapStore"]

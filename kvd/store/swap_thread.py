@@ -1,9 +1,16 @@
-"""The swap thread: one thread, one ordered queue, reads overtake.
+"""The swap thread: one thread and one ordered queue for changes, a few threads beside it that read pages.
 
 Theory of operation. Writes, records, compactions and deletions form one queue and are carried out strictly in order;
 that order is what makes "the page before the record that names it" true. A read only depends on queued changes of the
-same page or log: it remembers the last of them and runs as soon as that is done, before anything else. Faults of the
-disk are answers; a bug in the thread itself ends it with one last answer, `SwapBroken`.
+same page or log: it remembers the last of them and runs as soon as that is done, before anything else. A change in turn
+waits for the reads of its page or log that were submitted before it.
+
+Pages are read by `READERS` threads, in the order in which they were asked for and several at a time, since one reader
+leaves most of an SSD idle; nobody waits for a flush to end. They know bytes only: what a reader cannot settle (a page
+that is missing, wrong, refused or unknown) is left to the swap thread, which reads again and keeps the books. Tails and
+steps of exports are the swap thread's, before its next change.
+
+Faults of the disk are answers; a bug in the thread itself ends it with one last answer, `SwapBroken`.
 
 May import kvd.errors and siblings of kvd.store.
 """
@@ -12,22 +19,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 from kvd.errors import Draining, InternalError
-from kvd.store.agent_image import Layouts
-from kvd.store.fs import FileSystem
-from kvd.store.layout import DataFolder
-from kvd.store.recovery_report import RecoveryReport
 from kvd.store.swap_ops import (
     AppendRecordOp,
+    CheckPagesOp,
     CompactLogOp,
     DeleteLogOp,
     DeletePageOp,
     FileStepOp,
     FlushOp,
+    GiveUpPagesOp,
+    ReadFigures,
     ReadPageOp,
     ReadTailOp,
     SwapBroken,
@@ -37,75 +45,82 @@ from kvd.store.swap_ops import (
     WakeLogOp,
     WritePageOp,
 )
-from kvd.store.swap_store import SwapStore
 
 Subject = tuple[str, ...]
 """What an operation concerns: one page or one log."""
 
+READERS: Final = 4
+"""Threads that read pages. Two saturate most SSDs with pages of megabytes; small pages and fast drives want more."""
 
-@dataclass(frozen=True, slots=True)
+
+class Store(Protocol):
+    """What the thread drives (`kvd.store.swap_store.SwapStore`, or `kvd.store.ram_store.RamStore`)."""
+
+    def perform(self, op: SwapOp) -> SwapResult:
+        """Carry out one operation; faults are in the result."""
+
+    def read_beside(self, op: ReadPageOp) -> SwapResult | None:
+        """Read a page on any thread; None when `perform` has to."""
+
+    def idle(self) -> None:
+        """The queue is empty."""
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+
+    def statistics(
+        self, *, deliver_errors: int = 0, queued_ops: int = 0, queued_bytes: int = 0, beside: ReadFigures = ...
+    ) -> SwapStatistics:
+        """Figures; from any thread."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Read:
     op: SwapOp
     after: int
     """Number of the last ordered operation it depends on."""
 
+    @property
+    def is_for_readers(self) -> bool:
+        return isinstance(self.op, ReadPageOp)
+
 
 class SwapThread:
     """Owns the durable state of one model from `start` to `close`.
 
-    `submit` may be called from any thread; each operation is answered once, by a call of `deliver` on the swap thread.
+    `submit` may be called from any thread; each operation is answered once, by `deliver` on one of its threads.
 
     Args:
-        folder: the data folder, opened and recovered.
-        fingerprint: the model.
-        fs: the disk.
-        quota_bytes: limit over every byte under the folder.
-        layouts: page layouts by (group, format_id).
-        recovered: what `recover` found.
+        store: carries operations out; its owner is the swap thread from here on.
         deliver: takes results; must be quick and thread safe. What it raises is counted and otherwise ignored.
-        full_groups: groups whose pages hold every computed token; None: all.
-        drop_page_cache: leave pages that were read out of the system's page cache.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: DataFolder,
-        fingerprint: str,
-        fs: FileSystem,
-        quota_bytes: int,
-        layouts: Layouts,
-        recovered: RecoveryReport,
-        deliver: Callable[[SwapResult], None],
-        full_groups: frozenset[int] | None = None,
-        drop_page_cache: bool = False,
-    ) -> None:
-        self._store = SwapStore(
-            folder=folder,
-            fingerprint=fingerprint,
-            fs=fs,
-            quota_bytes=quota_bytes,
-            layouts=layouts,
-            recovered=recovered,
-            full_groups=full_groups,
-            drop_page_cache=drop_page_cache,
-        )
+    def __init__(self, *, store: Store, deliver: Callable[[SwapResult], None]) -> None:
+        self._store = store
         self._deliver = deliver
         self._changed = threading.Condition()
         self._ordered: deque[SwapOp] = deque()
-        self._reads: deque[_Read] = deque()
+        self._reads: deque[_Read] = deque()  # waiting; those of pages go to the readers
+        self._left: deque[_Read] = deque()  # page reads that a reader could not settle
+        self._open_reads: dict[Subject, list[_Read]] = {}  # all that have no answer yet
         self._submitted = 0  # ordered operations ever submitted; the first has number 1
         self._finished = 0  # ordered operations done
         self._last_change: dict[Subject, int] = {}
         self._queued_bytes = 0
         self._deliver_errors = 0
+        self._reading = _Meter(time.perf_counter)
         self._closing = False
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="kvd-swap", daemon=True)
+        self._readers = [
+            threading.Thread(target=self._read_on, name=f"kvd-swap-read-{number}", daemon=True)
+            for number in range(READERS)
+        ]
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in (self._thread, *self._readers):
+            thread.start()
 
     def submit(self, op: SwapOp) -> None:
         """Queue an operation.
@@ -117,13 +132,15 @@ class SwapThread:
             if self._closing:
                 raise Draining("The store is closing and takes no more operations.")
             if isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
-                self._reads.append(_Read(op, self._last_change.get(_subject(op), 0)))
+                read = _Read(op, self._last_change.get(_subject(op), 0))
+                self._reads.append(read)
+                self._open_reads.setdefault(_subject(op), []).append(read)
             else:
                 self._submitted += 1
                 self._ordered.append(op)
                 self._queued_bytes += _held_bytes(op)
                 self._last_change[_subject(op)] = self._submitted
-            self._changed.notify()
+            self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything submitted so far is done; False when that takes longer than `timeout_s` or for ever."""
@@ -132,33 +149,39 @@ class SwapThread:
         return event.wait(timeout_s) and not self._broken
 
     def close(self) -> None:
-        """Carry out what is queued, commit the catalog, end the thread. Harmless when called twice."""
+        """Carry out what is queued, commit the catalog, end the threads. Harmless when called twice."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
-        else:
+            self._changed.notify_all()
+        for thread in (self._thread, *self._readers):
+            if thread.ident is not None:
+                thread.join()
+        if self._thread.ident is None:
             self._store.close()
 
     def statistics(self) -> SwapStatistics:
         """Figures with units; from any thread."""
         with self._changed:
-            queued_ops, queued_bytes = len(self._ordered) + len(self._reads), self._queued_bytes
-        return self._store.statistics(
-            deliver_errors=self._deliver_errors, queued_ops=queued_ops, queued_bytes=queued_bytes
-        )
+            queued_ops = len(self._ordered) + len(self._reads) + len(self._left)
+            return self._store.statistics(
+                deliver_errors=self._deliver_errors,
+                queued_ops=queued_ops,
+                queued_bytes=self._queued_bytes,
+                beside=self._reading.figures(),
+            )
 
-    # ---- the thread -------------------------------------------------------------------------------------------------
+    # ---- the swap thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while (op := self._take()) is not None:
-                result = self._store.perform(op)
+                self._answer(self._store.perform(op))
                 if not isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
-                    with self._changed:
+                    with (
+                        self._changed
+                    ):  # only now may readers go on that waited for it: their answers come after its own
                         self._finish(op)
-                self._answer(result)
+                        self._changed.notify_all()
         except Exception as fault:
             self._break(f"the swap thread failed: {fault!r}")
         finally:
@@ -169,7 +192,8 @@ class SwapThread:
         try:
             self._deliver(result)
         except Exception:  # a receiver's bug must not stop the disk
-            self._deliver_errors += 1
+            with self._changed:
+                self._deliver_errors += 1
 
     def _break(self, reason: str) -> None:
         """Take nothing more, let no `flush` wait for ever, and say so: whoever waits for an answer must not hang."""
@@ -177,7 +201,9 @@ class SwapThread:
             self._closing = self._broken = True
             left, self._ordered = list(self._ordered), deque()
             self._reads.clear()
+            self._left.clear()
             self._queued_bytes = 0
+            self._changed.notify_all()
         for op in left:
             if isinstance(op, FlushOp):
                 op.event.set()
@@ -191,22 +217,103 @@ class SwapThread:
             return op
         self._store.idle()
         with self._changed:
-            while (op := self._next()) is None and not self._closing:
+            while (op := self._next()) is None and not (self._closing and not self._open_reads):
                 self._changed.wait()
         return op
 
     def _next(self) -> SwapOp | None:
+        read = self._left.popleft() if self._left else self._next_read(for_readers=False)
+        if read is not None:
+            self._close_read(read)  # nothing overtakes it any more: this thread carries out one thing at a time
+            return read.op
+        if self._ordered and not self._is_read_before(self._ordered[0]):
+            return self._ordered.popleft()
+        return None
+
+    def _next_read(self, *, for_readers: bool) -> _Read | None:
         for index, read in enumerate(self._reads):
-            if read.after <= self._finished:
+            if read.after <= self._finished and read.is_for_readers == for_readers:
                 del self._reads[index]
-                return read.op
-        return self._ordered.popleft() if self._ordered else None
+                return read
+        return None
+
+    def _is_read_before(self, op: SwapOp) -> bool:
+        """Whether a read that was submitted before the next change, of the same page or log, has no answer yet."""
+        if isinstance(op, FlushOp):
+            return any(read.after <= self._finished for reads in self._open_reads.values() for read in reads)
+        return any(read.after <= self._finished for read in self._open_reads.get(_subject(op), ()))
 
     def _finish(self, op: SwapOp) -> None:
         self._finished += 1
         self._queued_bytes -= _held_bytes(op)
         if self._last_change.get(_subject(op)) == self._finished:
             del self._last_change[_subject(op)]
+
+    # ---- the readers ------------------------------------------------------------------------------------------------
+
+    def _read_on(self) -> None:
+        while (read := self._take_read()) is not None:
+            assert isinstance(read.op, ReadPageOp)
+            result = None
+            with contextlib.suppress(Exception):  # a bug shows when the swap thread reads again, as that one's answer
+                result = self._store.read_beside(read.op)
+            if result is not None:
+                self._answer(result)  # before the next change of the page can be
+            with self._changed:
+                self._reading.end(0 if result is None else result.read_bytes, settled=result is not None)
+                if result is not None:
+                    self._close_read(read)
+                elif not self._broken:
+                    self._left.append(read)
+                self._changed.notify_all()
+
+    def _take_read(self) -> _Read | None:
+        with self._changed:
+            while (read := self._next_read(for_readers=True)) is None:
+                if self._closing and (self._broken or not any(each.is_for_readers for each in self._reads)):
+                    return None
+                self._changed.wait()
+            self._reading.begin()
+            return read
+
+    def _close_read(self, read: _Read) -> None:
+        subject = _subject(read.op)
+        self._open_reads[subject].remove(read)
+        if not self._open_reads[subject]:
+            del self._open_reads[subject]
+
+
+class _Meter:
+    """What readers did. Called under the swap thread's lock.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._running = 0
+        self._since_s = 0.0
+        self._figures = ReadFigures()
+
+    def begin(self) -> None:
+        """A read starts."""
+        if not self._running:
+            self._since_s = self._clock()
+        self._running += 1
+
+    def end(self, read_bytes: int, *, settled: bool) -> None:
+        """A read ended; `settled`: it gave a page."""
+        self._running -= 1
+        figures = self._figures
+        seconds = 0.0 if self._running else self._clock() - self._since_s
+        self._figures = ReadFigures(
+            figures.pages_read + settled, figures.bytes_read + read_bytes, figures.reading_s + seconds
+        )
+
+    def figures(self) -> ReadFigures:
+        """As of the last time when nobody read."""
+        return self._figures
 
 
 def _subject(op: SwapOp) -> Subject:
@@ -225,6 +332,10 @@ def _subject(op: SwapOp) -> Subject:
             return ("file", op.path)
         case FlushOp():
             return ("flush",)
+        case CheckPagesOp():
+            return ("check",)
+        case GiveUpPagesOp():
+            return ("pages",)
 
 
 def _held_bytes(op: SwapOp) -> int:
@@ -237,4 +348,4 @@ def _held_bytes(op: SwapOp) -> int:
     return 0
 
 
-__all__ = ["SwapThread"]
+__all__ = ["READERS", "SwapThread"]

@@ -170,6 +170,16 @@ class LogLost:
 
 
 @dataclass(frozen=True, slots=True)
+class FilesGone:
+    """Swap files of pages are gone for certain: CLEAN pages are dirty again, EVICTED ones lost, others as they were.
+
+    Unknown pages are passed over.
+    """
+
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CopiesLost:
     """The swap files of these pages are gone. Those that are in RAM are written again; the rest will fail to load."""
 
@@ -202,6 +212,13 @@ class EvictionWanted:
     """The user asked to evict the space (dirty pages are written first)."""
 
     space: SpaceId
+
+
+@dataclass(frozen=True, slots=True)
+class WritesAllowed:
+    """Writes of pages may start while those that started since then take less than this; None: always."""
+
+    allowance_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +311,12 @@ Event = (
     | CutWanted
     | LogLost
     | CopiesLost
+    | FilesGone
     | SpaceClosed
     | Pinned
     | Unpinned
     | EvictionWanted
+    | WritesAllowed
     | WriteDone
     | WriteFailed
     | LoadDone

@@ -12,6 +12,8 @@ the frame, which has room for a whole page, goes. Its bytes leave RAM only when 
      ▼ ▼  │
     STASHED ─► LOADING_TAIL ─► FILLING (or LOST)
 
+An EVICTED page whose file is known to be gone is LOST without being read.
+
 A page in flight (WRITING, LOADING, LOADING_TAIL) is never RELEASED: when its last user lets go it stays in the table,
 with its frame, until the transfer ends. So a frame number is never reused under a transfer that still names it.
 
@@ -61,7 +63,7 @@ TRANSITIONS: Final[dict[PageState, frozenset[PageState]]] = {
     _S.SEALED_DIRTY: frozenset({_S.WRITING, _S.RELEASED}),
     _S.WRITING: frozenset({_S.CLEAN, _S.SEALED_DIRTY}),
     _S.CLEAN: frozenset({_S.EVICTED, _S.SEALED_DIRTY, _S.RELEASED}),
-    _S.EVICTED: frozenset({_S.LOADING, _S.RELEASED}),
+    _S.EVICTED: frozenset({_S.LOADING, _S.LOST, _S.RELEASED}),
     _S.LOADING: frozenset({_S.CLEAN, _S.LOST}),
     _S.PACKED: frozenset({_S.FILLING, _S.STASHED, _S.RELEASED}),
     _S.STASHED: frozenset({_S.LOADING_TAIL, _S.RELEASED}),

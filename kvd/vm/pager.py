@@ -5,6 +5,8 @@ as the budget allows: first the demand (spaces that are active or pinned, first 
 then growth frames), then evictions in the background (`kvd.vm.reclaim`), writes, and what is loaded ahead
 (`kvd.vm.prefetch`).
 
+Long because it is the one place that takes events, one short method each.
+
 May import kvd.ids, kvd.quant.spec and the other modules of kvd.vm.
 """
 
@@ -173,6 +175,16 @@ class Pager:
         """True while the disk refuses writes: nothing dirty can be counted on to become durable soon."""
         return self._transfers.writes_fail
 
+    @property
+    def writes_held(self) -> bool:
+        """True while dirty pages wait for a write limit, and for nothing else."""
+        return self._transfers.writes_held
+
+    @property
+    def held_write_bytes(self) -> int:
+        """Bytes of dirty pages that wait for a write limit."""
+        return self._transfers.held_write_bytes
+
     def block_table(self, space: SpaceId, group: GroupId) -> tuple[FrameId, ...]:
         """Frames of one segment from page `first_page` on: sealed pages, the tail, then frames for growth.
 
@@ -321,6 +333,8 @@ class Pager:
                 self._log_lost(event.space)
             case ev.CopiesLost():
                 self._copies_lost(event)
+            case ev.FilesGone():
+                self._files_gone(event)
             case ev.SpaceClosed():
                 self._closed(event.space)
             case ev.Pinned():
@@ -329,6 +343,8 @@ class Pager:
                 self._unpinned(event.space)
             case ev.EvictionWanted():
                 self._eviction_wanted(event.space)
+            case ev.WritesAllowed():
+                self._transfers.allowance_bytes = event.allowance_bytes
             case ev.WriteDone():
                 self._transfers.write_done(event.page)
                 self._expected.is_due = self._reclaim.is_due = True
@@ -468,6 +484,14 @@ class Pager:
         else:
             self._budget.quotas[event.namespace] = event.quota_bytes
         self._pins.is_due = self._reclaim.is_due = self._expected.is_due = True
+
+    def _files_gone(self, event: ev.FilesGone) -> None:
+        for page_id in event.pages:
+            page = self._table.find(page_id)
+            if page is not None and page.state is PageState.CLEAN:
+                self._transfers.write_again(page)
+            elif page is not None and page.state is PageState.EVICTED:
+                self._table.move(page, PageState.LOST)
 
     # ---- shared steps -----------------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class Transfers:
 
     Attributes:
         writes_fail: the last write that ended failed; only trials start.
+        allowance_bytes: pages that may still start to be written, by a write limit; None: there is none. The page that
+            uses it up may be larger.
         ledger: what became of pages that were loaded ahead.
         packing: tails without a frame.
         evicted_bytes: the eviction clock: bytes evicted for room since start.
@@ -81,6 +83,7 @@ class Transfers:
         self._behind: dict[PageId, Page] = {}
         self._writing: dict[PageId, Page] = {}
         self.writes_fail = False
+        self.allowance_bytes: int | None = None
         self._trial_due = False
         self._trial_runs = False
         self._ticks_left = 0
@@ -90,6 +93,19 @@ class Transfers:
     def writes_in_flight(self) -> int:
         """Writes without an answer."""
         return len(self._writing)
+
+    @property
+    def writes_held(self) -> bool:
+        """Dirty pages wait for a write limit."""
+        spent = self.allowance_bytes is not None and self.allowance_bytes <= 0
+        return spent and bool(self._urgent or self._behind)
+
+    @property
+    def held_write_bytes(self) -> int:
+        """Bytes of the dirty pages that do."""
+        if not self.writes_held:
+            return 0
+        return sum(page.page_bytes for queue in (self._urgent, self._behind) for page in queue.values())
 
     # ---- frames -----------------------------------------------------------------------------------------------------
 
@@ -179,6 +195,8 @@ class Transfers:
                 if self.writes_fail:
                     continue
                 self.hurry(page)
+                if self.writes_held:
+                    continue  # it comes, but nobody knows when: clean pages of later spaces go first
             shortage_bytes -= freed_bytes
             if shortage_bytes <= 0:
                 return True
@@ -347,6 +365,8 @@ class Transfers:
             while queue:
                 if self.writes_fail and not self._trial_due:
                     return
+                if self.writes_held:
+                    return
                 page = next(iter(queue.values()))
                 if self.writes_in_flight >= self._max_writes or not self._budget.can_write(page.page_bytes):
                     return
@@ -355,6 +375,8 @@ class Transfers:
                 self._table.move(page, PageState.WRITING)
                 self._writing[page.page_id] = page
                 self.counters.writes += 1
+                if self.allowance_bytes is not None:
+                    self.allowance_bytes -= page.page_bytes
                 assert page.frame is not None
                 self._emit(WritePage(page.page_id, page.frame, page.group))
 

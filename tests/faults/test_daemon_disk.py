@@ -262,6 +262,7 @@ def test_a_full_disk_makes_turns_not_durable_until_there_is_room(tiny_model_dir:
         client, text = daemon.client, prose(1100, "kept")
         client.inject("big", prose(1300, "big"))
         assert client.agent_info("big").durable
+        client.pin("big")  # nothing is taken from it to make room
         refused = client.generate("kept", text, max_tokens=NEW)
         assert not refused.durable
         assert "quota" in refused.durable_reason
@@ -276,6 +277,7 @@ def test_a_full_disk_makes_turns_not_durable_until_there_is_room(tiny_model_dir:
         second = client.generate("kept", text + refused.text, max_tokens=1)
         assert second.cached_tokens == second.prompt_tokens - 1
 
+        client.unpin("big")
         client.delete("big")
         eventually(lambda: client.agent_info("kept").durable, "the turn is saved by itself")
         durable = client.agent_info("kept")

@@ -43,6 +43,7 @@ WEIGHTS = {
     "unpin": 2,
     "cut": 3,
     "copies_lost": 1,
+    "files_gone": 1,
     "log_lost": 1,
     "retry": 1,
     "tick": 3,
@@ -417,7 +418,19 @@ class PagerMachine(RuleBasedStateMachine):
         if pages:
             page = data.draw(st.sampled_from([page.ref.page_id for page in pages]))
             del self.machine.swap[page]
-            self.send(ev.CopiesLost((page,)))
+            self.send(data.draw(st.sampled_from([ev.CopiesLost, ev.FilesGone]))((page,)))
+
+    def files_gone(self, data: st.DataObject) -> None:
+        """Swap files of pages that are on disk only vanish, and that is known before anybody reads them."""
+        space = self.pick(data)
+        if space is None:
+            return
+        pages = [page for segment in self.pager.segments(space) for page in segment.pages if page.state == "evicted"]
+        if pages:
+            page = data.draw(st.sampled_from([page.ref.page_id for page in pages]))
+            del self.machine.swap[page]
+            self.lost_pages.add(page)
+            self.send(ev.FilesGone((page,)))
 
     def log_lost(self, data: st.DataObject) -> None:
         """The log of a space whose tails are all in RAM vanishes: they must not be dropped before the next commit."""

@@ -32,14 +32,16 @@ from kvd.scheduler.pressure import Pressure
 from kvd.scheduler.requests import AgentRef, JobRequest, OnContextFull, TurnRequest, TurnResult
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.sampling import LogitsHook, SamplingParams
+from kvd.scheduler.shedding import shed
 from kvd.scheduler.steps import run_steps
 from kvd.scheduler.store_door import StoreDoor, SwapQueue
 from kvd.scheduler.turn import TurnState, run_turn
 from kvd.scheduler.waiting import StepWanted
 from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
+from kvd.store.ram_store import RamStore
 from kvd.store.recovery import recover
-from kvd.store.recovery_report import RecoveryReport
+from kvd.store.recovery_report import EMPTY_REPORT
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_store import SwapStore
 from kvd.vm.events import Tick
@@ -98,6 +100,8 @@ def make_core(
     sharing: str = "namespace",
     limits: LimitSettings | None = None,
     pressure: Pressure | None = None,
+    write_limit_bytes: int | None = None,
+    swap_off: bool = False,
 ) -> EngineCore:
     """Put an engine core together as `kvd.assembly` does; agents are restored by the caller."""
     spec = make_spec(codec.token_count, window=window)
@@ -137,6 +141,8 @@ def make_core(
             log=log,
             limits=limits,
             pressure=pressure,
+            write_limit_bytes=write_limit_bytes,
+            swap_off=swap_off,
         )
     )
     return made[0]
@@ -160,6 +166,8 @@ class World:
         window: tokens that the second group sees; None for all.
         sharing: who may map whose pages; another one counts from the next start.
         limits: of memory, beside the budget.
+        write_limit_bytes: a minute, None for any amount.
+        swap_off: keep everything in RAM; the disk is the same, and must stay as it is.
     """
 
     def __init__(
@@ -173,9 +181,13 @@ class World:
         window: int | None = None,
         sharing: str = "namespace",
         limits: LimitSettings | None = None,
+        write_limit_bytes: int | None = None,
+        swap_off: bool = False,
     ) -> None:
         self.sharing = sharing
         self.limits = limits
+        self.write_limit_bytes = write_limit_bytes
+        self.swap_off = swap_off
         self.fs = LossyFileSystem(folder / "side", seed=seed)
         self.codec = codec
         self.budget_pages = budget_pages
@@ -215,15 +227,19 @@ class World:
         self.folder = DataFolder(ROOT, self.fs)
         self.folder.open()
         fingerprint = self.spec.fingerprint
-        self.report: RecoveryReport = recover(self.folder, fingerprint, self.layout, self.fs)
-        store = SwapStore(
-            folder=self.folder,
-            fingerprint=fingerprint,
-            fs=self.fs,
-            quota_bytes=self.quota_bytes,
-            layouts=self.layout,
-            recovered=self.report,
-        )
+        store: SwapStore | RamStore
+        if self.swap_off:
+            self.report, store = EMPTY_REPORT, RamStore(self.folder, self.fs)
+        else:
+            self.report = recover(self.folder, fingerprint, self.layout, self.fs)
+            store = SwapStore(
+                folder=self.folder,
+                fingerprint=fingerprint,
+                fs=self.fs,
+                quota_bytes=self.quota_bytes,
+                layouts=self.layout,
+                recovered=self.report,
+            )
         self.answers: deque[SwapResult] = deque()
         self.swap = InlineSwap(store, self.answers.append)
         self.core = make_core(
@@ -239,6 +255,8 @@ class World:
             window=self.window,
             sharing=self.sharing,
             limits=self.limits,
+            write_limit_bytes=self.write_limit_bytes,
+            swap_off=self.swap_off,
         )
         self.notices = restore_agents(self.core, self.report)
 
@@ -249,7 +267,8 @@ class World:
 
     def crash(self, *, lossy: bool = True) -> None:
         """Lose the process and, when `lossy`, whatever the disk had not been told to flush; start again."""
-        self.swap._store._catalog.close()  # SQLite's files are real, so is their handle
+        if isinstance(self.swap._store, SwapStore):
+            self.swap._store._catalog.close()  # SQLite's files are real, so is their handle
         self.folder.close()
         if lossy:
             self.fs.crash()
@@ -374,6 +393,8 @@ class World:
         """A second passes."""
         self.now_s += 1.0
         self.core.memory.apply(Tick())
+        self.core.govern()
+        shed(self.core)
         sweep(self.core)
 
     def settle(self) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from kvd.store.swap_ops import (
     AppendRecordOp,
+    CheckPagesOp,
     DeletePageOp,
     FileStepOp,
     FlushOp,
+    GiveUpPagesOp,
     ReadPageOp,
     ReadTailOp,
     SwapOp,
@@ -17,7 +19,7 @@ from kvd.store.swap_ops import (
     SwapStatistics,
     WritePageOp,
 )
-from kvd.store.swap_store import SwapStore
+from kvd.store.swap_thread import Store
 
 
 class InlineSwap:
@@ -28,7 +30,7 @@ class InlineSwap:
         deliver: takes the answers.
     """
 
-    def __init__(self, store: SwapStore, deliver: Callable[[SwapResult], None]) -> None:
+    def __init__(self, store: Store, deliver: Callable[[SwapResult], None]) -> None:
         self._store = store
         self._deliver = deliver
         self.queue: deque[SwapOp] = deque()
@@ -75,7 +77,7 @@ def subject(op: SwapOp) -> tuple[str, ...]:
             return ("log", record.namespace, record.agent)
         case FileStepOp():
             return ("file", op.path)
-        case FlushOp():
+        case FlushOp() | CheckPagesOp() | GiveUpPagesOp():
             return ()
         case _:
             return ("log", op.namespace, op.agent)

@@ -37,6 +37,7 @@ from kvd.store.layout import DataFolder, log_name
 from kvd.store.recovery import recover
 from kvd.store.sleeping import READ_AGENTS
 from kvd.store.swap_ops import SwapBroken, SwapResult
+from kvd.store.swap_store import SwapStore
 from kvd.store.swap_thread import SwapThread
 from kvd.vm.errors import IllegalTransition
 from tests.scheduler.fake_model import FakeModel, make_formats, make_spec
@@ -164,15 +165,15 @@ class Runner:
             return formats.layouts.get((group, format_id))
 
         report = recover(self.folder, spec.fingerprint, layouts, self.fs, read_agents=self.read_agents)
-        swap = SwapThread(
+        store = SwapStore(
             folder=self.folder,
             fingerprint=spec.fingerprint,
             fs=self.fs,
             quota_bytes=1 << 40,
             layouts=layouts,
             recovered=report,
-            deliver=deliver,
         )
+        swap = SwapThread(store=store, deliver=deliver)
         core = make_core(
             self.model,
             self.codec,

@@ -10,6 +10,7 @@ import pytest
 
 from kvd.errors import Draining
 from kvd.store import DataFolder, RealFileSystem, SwapThread, recover
+from kvd.store.errors import PageMissing
 from kvd.store.fs_meter import MeteredFileSystem
 from kvd.store.swap_ops import (
     AppendRecordOp,
@@ -24,6 +25,8 @@ from kvd.store.swap_ops import (
     SwapResult,
     WritePageOp,
 )
+from kvd.store.swap_store import SwapStore
+from kvd.store.swap_thread import READERS
 from tests.support.store_data import FINGERPRINT, LAYOUTS, ModelAgent, header_of, layouts, memory_folder
 
 
@@ -35,6 +38,21 @@ class Gate(MeteredFileSystem):
         self.open = threading.Event()
         self.reached = threading.Event()
         self.open.set()
+        self.reads_open = threading.Event()
+        self.reads_open.set()
+        self.reading = threading.Condition()
+        self.readers = 0
+
+    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+        """Wait at the gate of the reads; may be called by several threads."""
+        with self.reading:
+            self.readers += 1
+            self.reading.notify_all()
+        assert self.reads_open.wait(20)
+        n_bytes = super().read_into(path, buffer, drop_cache=drop_cache)
+        with self.reading:
+            self.readers -= 1
+        return n_bytes
 
     def create(self, path: Path) -> int:
         """Wait at the gate."""
@@ -51,22 +69,25 @@ class Desk:
         self.folder = DataFolder(root / "data", self.fs)
         self.folder.open()
         self.results: list[SwapResult] = []
+        self.delivered = threading.Condition()
         self.raise_at_delivery = False
-        self.thread = SwapThread(
+        store = SwapStore(
             folder=self.folder,
             fingerprint=FINGERPRINT,
             fs=self.fs,
             quota_bytes=1 << 30,
             layouts=layouts,
             recovered=recover(self.folder, FINGERPRINT, layouts, self.fs),
-            deliver=self.deliver,
         )
+        self.thread = SwapThread(store=store, deliver=self.deliver)
         self.thread.start()
 
     def deliver(self, result: SwapResult) -> None:
         """Collect."""
-        assert threading.current_thread().name == "kvd-swap"
-        self.results.append(result)
+        assert threading.current_thread().name.startswith("kvd-swap")
+        with self.delivered:
+            self.results.append(result)
+            self.delivered.notify_all()
         if self.raise_at_delivery:
             raise RuntimeError("a receiver's bug")
 
@@ -77,15 +98,30 @@ class Desk:
         self.thread.submit(op)
         assert self.fs.reached.wait(20)
 
+    def until(self, results: int) -> None:
+        """Wait for so many results, whatever is held."""
+        with self.delivered:
+            assert self.delivered.wait_for(lambda: len(self.results) >= results, 20)
+
+    def hold_reads(self, *ops: ReadPageOp, running: int) -> None:
+        """Submit reads and stop them inside the disk; wait until so many are there."""
+        self.fs.reads_open.clear()
+        for op in ops:
+            self.thread.submit(op)
+        with self.fs.reading:
+            assert self.fs.reading.wait_for(lambda: self.fs.readers == running, 20)
+
     def done(self) -> list[SwapResult]:
         """Let everything through and wait for it."""
         self.fs.open.set()
+        self.fs.reads_open.set()
         assert self.thread.flush(20)
         return [result for result in self.results if not isinstance(result.op, FlushOp)]
 
     def close(self) -> None:
         """End."""
         self.fs.open.set()
+        self.fs.reads_open.set()
         self.thread.close()
         self.folder.close()
 
@@ -139,9 +175,11 @@ def test_reads_overtake_writes_of_other_pages(desk: Desk) -> None:
     for op in writes[1:]:
         desk.thread.submit(op)
     desk.thread.submit(read_op(old))
+    desk.until(3)
+    assert desk.results[-1].op == read_op(old), "not even for the write that is under way"
+    assert desk.results[-1].payload == old.payload
     results = desk.done()
-    assert [result.op for result in results[1:]] == [writes[0], read_op(old), *writes[1:]]
-    assert results[2].payload == old.payload
+    assert [result.op for result in results[2:]] == writes
 
 
 def test_a_read_waits_for_the_write_of_its_own_page_only(desk: Desk) -> None:
@@ -153,14 +191,78 @@ def test_a_read_waits_for_the_write_of_its_own_page_only(desk: Desk) -> None:
     desk.thread.submit(read_op(mine))
     desk.thread.submit(DeletePageOp(mine.header.page_id))
     results = desk.done()
-    assert [result.op for result in results] == [
-        first,
-        mine,
-        read_op(mine),
-        other,
-        DeletePageOp(mine.header.page_id),
-    ]
-    assert results[2].payload == mine.payload
+    ops = [result.op for result in results]
+    at = ops.index(read_op(mine))
+    assert ops[:at] + ops[at + 1 :] == [first, mine, other, DeletePageOp(mine.header.page_id)]
+    assert ops.index(mine) < at < ops.index(DeletePageOp(mine.header.page_id)), "beside `other`, before or after it"
+    assert results[at].payload == mine.payload
+
+
+def test_several_pages_are_read_at_once(desk: Desk) -> None:
+    """One reader leaves most of a disk idle: as many reads as there are readers run side by side, and no more."""
+    writes = [page_op("a", number) for number in range(READERS + 2)]
+    for op in writes:
+        desk.thread.submit(op)
+    desk.done()
+    desk.hold_reads(*(read_op(op) for op in writes), running=READERS)
+    assert desk.thread.statistics().queued_ops == 2
+    results = desk.done()[len(writes) :]
+    assert {result.op.expected.page_id: result.payload for result in results} == {
+        op.header.page_id: op.payload for op in writes
+    }
+    statistics = desk.thread.statistics()
+    assert statistics.pages_read == len(writes)
+    assert statistics.bytes_read > sum(len(op.payload) for op in writes)
+    assert statistics.reading_s > 0
+
+
+def test_a_change_waits_for_earlier_reads_of_its_page(desk: Desk) -> None:
+    """Neither is a page deleted under a read that was asked for before, nor does what comes after overtake that."""
+    mine, other = page_op("mine"), page_op("other")
+    desk.thread.submit(mine)
+    desk.done()
+    desk.hold_reads(read_op(mine), running=1)
+    desk.thread.submit(DeletePageOp(mine.header.page_id))
+    desk.thread.submit(other)
+    late = read_op(mine)
+    desk.thread.submit(late)
+    results = desk.done()[1:]
+    assert [type(result.op) for result in results] == [ReadPageOp, DeletePageOp, *[type(r.op) for r in results[2:]]]
+    assert results[0].payload == mine.payload
+    errors = [result.error for result in results if isinstance(result.op, ReadPageOp)]
+    assert [type(error) for error in errors] == [type(None), PageMissing], "what was asked for later finds it gone"
+
+
+def test_what_a_reader_cannot_settle_is_answered_once_by_the_thread_that_keeps_the_books(desk: Desk) -> None:
+    """P4: a bad file is put aside, a page that is unknown is looked at, each with one answer."""
+    write, unknown = page_op("a"), page_op("b")
+    desk.thread.submit(write)
+    desk.done()
+    path = desk.folder.page_path(FINGERPRINT, write.header.page_id)
+    path.write_bytes(path.read_bytes()[:-1])
+    for op in (read_op(write), read_op(unknown)):
+        desk.thread.submit(op)
+    results = desk.done()[1:]
+    assert sorted(type(result.error).__name__ for result in results) == ["PageCorrupt", "PageMissing"]
+    assert not path.exists()
+    statistics = desk.thread.statistics()
+    assert (statistics.pages_corrupt, statistics.pages_missing, statistics.pages_read) == (1, 1, 0)
+
+
+def test_closing_waits_for_reads_that_are_under_way(desk: Desk) -> None:
+    """P2: everything accepted is answered, also what readers hold and what waits for them."""
+    write = page_op("a")
+    desk.thread.submit(write)
+    desk.done()
+    desk.hold_reads(read_op(write), read_op(write), running=2)
+    desk.thread.submit(DeletePageOp(write.header.page_id))
+    closing = threading.Thread(target=desk.thread.close)
+    closing.start()
+    desk.fs.reads_open.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    answered = [type(result.op) for result in desk.results if not isinstance(result.op, FlushOp)]
+    assert answered == [WritePageOp, ReadPageOp, ReadPageOp, DeletePageOp]
 
 
 def test_a_tail_read_waits_for_its_agents_records(desk: Desk) -> None:
@@ -180,7 +282,7 @@ def test_queued_bytes_are_told(desk: Desk) -> None:
     """P21: payloads that wait for the disk are part of the memory budget."""
     desk.hold(page_op("a"))
     desk.thread.submit(page_op("b"))
-    desk.thread.submit(read_op(page_op("c")))
+    desk.thread.submit(read_op(page_op("b")))
     statistics = desk.thread.statistics()
     assert statistics.queued_ops == 2
     assert statistics.queued_bytes == 2 * LAYOUTS[0].payload_bytes
@@ -232,15 +334,15 @@ def test_a_thread_that_never_started_can_be_closed() -> None:
         fs = RealFileSystem()
         folder = DataFolder(root / "data", fs)
         folder.open()
-        thread = SwapThread(
+        store = SwapStore(
             folder=folder,
             fingerprint=FINGERPRINT,
             fs=fs,
             quota_bytes=1,
             layouts=layouts,
             recovered=recover(folder, FINGERPRINT, layouts, fs),
-            deliver=lambda result: None,
         )
+        thread = SwapThread(store=store, deliver=lambda result: None)
         thread.close()
         folder.close()
 
