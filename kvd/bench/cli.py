@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": ("kvd.bench.serve", "serve"),
     "soak": ("kvd.bench.soak", "soak"),
     "startup": ("kvd.bench.startup", "startup"),
+    "swap": ("kvd.bench.swap", "swap"),
     "ttft": ("kvd.bench.cli", "ttft"),
 }
 
@@ -45,7 +46,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup)
 def bench() -> None:
-    """Measure speed (attention), perplexity (ppl), first tokens (ttft), forks (fork), agents (serve), calls (rpc).
+    """Measure speed (attention, swap), perplexity (ppl), first token (ttft), forks (fork), agents (serve), calls (rpc).
 
     And a start with many agents on disk (startup).
 

@@ -101,9 +101,9 @@ class DaemonProcess:
 
 
 @contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A temporary folder whose path is short enough for a Unix socket (macOS's own is not)."""
-    base = "/tmp" if os.path.isdir("/tmp") else None  # noqa: S108  a private folder is made inside
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A temporary folder in `parent`; without one, its path is short enough for a Unix socket (macOS's own is not)."""
+    base = Path("/tmp") if parent is None and os.path.isdir("/tmp") else parent  # noqa: S108  a private one is made inside
     with tempfile.TemporaryDirectory(prefix="kvd-", dir=base) as name:
         yield Path(name)
 
