@@ -6,6 +6,8 @@ dropped in one transaction and the files follow its commit (`idle`, or before an
 disk ends the store: each becomes the typed error of one result, and what was durable stays so. A folder that somebody
 removed is made again; what was in it is forgotten, so that nobody relies on it.
 
+Long because each operation on durable state is carried out here, one short method each.
+
 May import kvd.errors, kvd.ids, kvd.quant.spec and siblings of kvd.store.
 """
 
