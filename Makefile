@@ -5,9 +5,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Two workers keep two cores busy; each file's tests stay together, so that they share its daemons.
+# Two workers keep two cores busy; whoever is done takes of what the other has left.
 PYTEST_WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 STAMP  := $(VENV)/.installed
 
 .PHONY: help demo test test-long torture check format bench clean

@@ -143,6 +143,24 @@ def use_file(ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     return path
 
 
+def reread(ctx: click.Context) -> dict[str, Any]:
+    """The parameters of a running command as the file makes them now; flags and variables as they were.
+
+    Raises:
+        ConfigError: as `read_defaults`.
+    """
+    root, path = ctx.find_root(), config_path(ctx)
+    assert isinstance(root.command, click.Group)
+    assert path is not None
+    fresh = click.Context(root.command, default_map=read_defaults(root.command, root, path))
+    try:
+        inner = ctx.command.make_context(ctx.info_name or "", [], parent=fresh)
+    except click.UsageError as error:
+        raise ConfigError(f"{path}: {error.format_message()}", setting="config") from error
+    flags = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    return {name: ctx.params[name] if name in flags else value for name, value in inner.params.items()}
+
+
 def came_from_file(ctx: click.Context, name: str) -> bool:
     """Whether an option of a running command has the file's value."""
     return ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
@@ -264,6 +282,7 @@ __all__ = [
     "config_path",
     "options_of",
     "read_defaults",
+    "reread",
     "shared_setting",
     "use_file",
 ]

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvd.assembly import Assembly
@@ -19,10 +22,13 @@ from kvd.config import Settings
 from kvd.errors import KvdError
 from kvd.front.server import RpcServer
 from kvd.ops.children import KeptChild
+from kvd.ops.file_watch import FileWatch
 from kvd.ops.lifecycle import Notifier, StopAction, handle_stop_signals, inherited_sockets
-from kvd.ops.logs import RequestLine, get_logger, request_line, setup_logging
+from kvd.ops.logs import RequestLine, get_logger, request_line, set_level, setup_logging
 from kvd.ops.stall import StallWatch
+from kvd.reloading import Reloader, SettingsFile
 from kvd.scheduler.engine import Engine
+from kvd.scheduler.limits import LimitChange
 from kvd.scheduler.service import KvdService
 from kvd.store.fs import RealFileSystem
 from kvd.store.layout import DataFolder
@@ -37,10 +43,12 @@ class Daemon:
 
     Args:
         settings: validated settings.
+        file: where they came from, to follow what becomes of it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, file: SettingsFile | None = None) -> None:
         self._settings = settings
+        self._file = file
         self._log = get_logger("kvd")
         self._facts: dict[str, object] = {}
         self._assembly = Assembly(settings, self._facts, self._log_event)
@@ -101,10 +109,12 @@ class Daemon:
             try:
                 self._engine.start()
                 watching = asyncio.create_task(self._stall_watch.run())
+                follow = self._follow_file()
                 if gateway is not None:
                     gateway.start()
                 await self._stop.wait()
                 watching.cancel()
+                follow()
                 service.set_draining()
                 self._notifier.stopping("draining")
                 await self._drain()
@@ -112,6 +122,55 @@ class Daemon:
                 if gateway is not None:
                     await gateway.close()
                 await server.close(grace_s=2.0)
+
+    def _follow_file(self) -> Callable[[], None]:
+        """Act on changes of the configuration file, noticed or told by SIGHUP; returns what ends that."""
+        if self._file is None:
+            return lambda: None
+        loop = asyncio.get_running_loop()
+        reloader = Reloader(self._file, self, self._log_event)
+        running: set[asyncio.Task[None]] = set()
+
+        def changed() -> None:
+            task = loop.create_task(one_at_a_time())
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+        order = asyncio.Lock()
+
+        async def one_at_a_time() -> None:
+            async with order:
+                await reloader.reload()
+
+        watch = FileWatch(self._file.path, changed, self._log_event)
+        watch.start()
+        # a terminal that is closed sends the same signal, and means that its programs are to end
+        listens = not sys.stdin.isatty()
+        if listens:
+            loop.add_signal_handler(signal.SIGHUP, changed)
+
+        def end() -> None:
+            if listens:
+                loop.remove_signal_handler(signal.SIGHUP)
+            watch.stop()
+            for task in running:
+                task.cancel()
+
+        return end
+
+    async def change_limits(self, change: LimitChange) -> None:
+        """See `kvd.reloading.Hands`."""
+        facts = await asyncio.wrap_future(self._engine.configure(change))
+        assert isinstance(facts, dict)
+        self._facts["budget_bytes"] = facts["budget_bytes"]
+
+    def set_log_level(self, level: str) -> None:
+        """See `kvd.reloading.Hands`."""
+        set_level(level)
+
+    def set_drain_grace(self, seconds: float) -> None:
+        """See `kvd.reloading.Hands`."""
+        self._settings = replace(self._settings, drain_grace_s=seconds)
 
     def _gateway(self) -> KeptChild | None:
         """The process that serves HTTP, if one is wanted; its other settings come from the environment."""
@@ -206,8 +265,12 @@ def make_private_folders(folder: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, file: SettingsFile | None = None) -> None:
     """Run the daemon in the foreground until SIGTERM, SIGINT or `shutdown`.
+
+    Args:
+        settings: what it runs with.
+        file: where they came from, if from a file: its changes are followed.
 
     Raises:
         KvdError: it could not start; the message says why and what to do.
@@ -216,7 +279,7 @@ def serve(settings: Settings) -> None:
     if settings.log_file is not None:
         make_private_folders(settings.log_file.absolute().parent)
     with setup_logging(level=settings.log_level, file=settings.log_file):
-        Daemon(settings).run()
+        Daemon(settings, file).run()
 
 
 __all__ = ["Daemon", "KvdError", "serve"]

@@ -8,7 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvd.cli import main, unusable
+from kvd.cli import main
+from kvd.cli_common import unusable
 
 
 def helped(*words: str) -> str:

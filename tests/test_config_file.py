@@ -169,12 +169,12 @@ def test_a_folder_named_on_the_spot_means_its_own_socket(
 ) -> None:
     """`kvd --config FILE serve --data-dir X` listens where `kvd-client --data-dir X` looks."""
     file.write_text(f'data_dir = "{tmp_path}/d"\nsocket = "{tmp_path}/s.sock"\n')
-    import kvd.cli as cli
+    import kvd.cli_serve as cli
     import kvd.daemon as daemon
 
     seen: list[Any] = []
     monkeypatch.setattr(daemon, "make_private_folders", lambda data: None)
-    monkeypatch.setattr(daemon, "serve", seen.append)
+    monkeypatch.setattr(daemon, "serve", lambda settings, file: seen.append(settings))
     monkeypatch.setattr(cli, "ensure_model", lambda name, directory: Path("/m"))
     assert _run("--config", str(file), "serve").exit_code == 0
     assert _run("--config", str(file), "serve", "--data-dir", str(tmp_path / "x")).exit_code == 0

@@ -106,6 +106,7 @@ LAYERS = {
     "kvd.gateway.fields": Row("kvd.gateway.errors", pure=True),
     "kvd.gateway.identity": Row("kvd.gateway.errors", pure=True),
     "kvd.ops": Row("kvd.errors", "structlog"),
+    "kvd.ops.file_watch": Row("", "watchdog"),
     # What people run. `cli` and `daemon` (with `assembly` and `formats`) are the only ones that wire everything.
     "kvd.bench": Row("kvd kvd_client", "click mlx numpy rich xxhash"),
     "kvd.bench.rpc": Row("kvd kvd_client", "click msgpack"),
@@ -117,6 +118,9 @@ LAYERS = {
     "kvd.bench.serve_figures": Row(),
     "kvd.demo": Row("kvd kvd_client", "click rich"),
     "kvd.cli": Row("kvd kvd_client", "click rich platformdirs"),
+    "kvd.cli_common": Row("kvd.config kvd.errors kvd.model", "click"),
+    "kvd.cli_serve": Row("kvd kvd_client", "click"),
+    "kvd.reloading": Row("kvd.config kvd.errors kvd.ids kvd.scheduler.limits"),
     "kvd.cli_config": Row("kvd.config kvd.errors kvd.model.paths kvd.ops.sizes kvd_client", "click"),
     "kvd.cli_service": Row("kvd.cli_config kvd.errors kvd.ops kvd_client", "click"),
     "kvd.cli_gateway": Row("kvd.cli_config kvd.cli_types kvd.config kvd.ops kvd.gateway kvd_client.paths", "click"),

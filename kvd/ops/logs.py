@@ -158,11 +158,8 @@ def _install(handler: logging.Handler, level: str) -> Callable[[], None]:
     root = logging.getLogger()
     former_handlers, former_level = root.handlers[:], root.level
     former_levels = {name: logging.getLogger(name).level for name in _CHATTY}
-    number = getattr(logging, level.upper())
     root.handlers[:] = [handler]
-    root.setLevel(number)
-    for name in _CHATTY:
-        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+    set_level(level)
     logging.captureWarnings(True)
     structlog.configure(
         processors=[
@@ -185,6 +182,14 @@ def _install(handler: logging.Handler, level: str) -> Callable[[], None]:
         structlog.reset_defaults()
 
     return restore
+
+
+def set_level(level: str) -> None:
+    """Log from another level on, one of `LEVELS`; chatty libraries are never below `warning`."""
+    number = getattr(logging, level.upper())
+    logging.getLogger().setLevel(number)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
 
 
 def _shared_processors() -> list[Processor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvd.ops.errors import ServiceRefused
 from kvd.ops.service_files import (
     LABEL,
     MARK,
+    STOP_S,
     ServicePlan,
     launchd_text,
     literal,
@@ -30,8 +32,20 @@ from kvd.ops.service_files import (
 )
 
 SERVICE, SOCKET = "kvd.service", "kvd.socket"
-COMMAND_S = 60.0
-"""How long a manager may take to answer; a start is not waited for."""
+COMMAND_S = STOP_S + 30.0
+"""How long a manager may take to answer: a stop lasts as long as the daemon's drain may. A start is not waited for."""
+
+_GONE = (3, 36, 113)
+"""What `launchctl bootout` says of a job that is not there, or on its way out."""
+
+_AGAIN = (5, 37)
+"""What `launchctl bootstrap` says while the job that was booted out has not ended."""
+
+
+LOOK_S = 0.5
+"""How often it is looked whether a job has ended."""
+
+LOOKS = int((STOP_S + 10) / LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +215,7 @@ class Launchd:
         run: runs commands.
         log_file: where the daemon logs, for `logs_command`.
         uid: of the user.
+        sleep: seconds, between looks at a job that is to end.
     """
 
     name = "launchd"
@@ -212,10 +227,12 @@ class Launchd:
         *,
         log_file: Path | None = None,
         uid: int | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.folder = folder or Path("~/Library/LaunchAgents").expanduser()
         self.log_file = log_file or Path("~/Library/Logs/kvd.log").expanduser()
         self._run = run
+        self._sleep = sleep
         self._domain = f"gui/{os.getuid() if uid is None else uid}"
 
     @property
@@ -231,20 +248,44 @@ class Launchd:
         done = _write(self.files(plan), force=force)
         # launchd makes the socket, not its folder, and the folder of prompts must be private from the first moment
         Path(plan.socket).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._run(["launchctl", "print", f"{self._domain}/{LABEL}"]).code == 0:
-            _demand(self._run, self.name, ["launchctl", "bootout", f"{self._domain}/{LABEL}"])
-        _demand(self._run, self.name, ["launchctl", "bootstrap", self._domain, str(self._path)])
+        self._boot_out()
+        load = ["launchctl", "bootstrap", self._domain, str(self._path)]
+        for _ in range(LOOKS):
+            ran = self._run(load)
+            if ran.code not in _AGAIN:
+                break
+            self._sleep(LOOK_S)
+        if ran.code != 0:
+            raise ServiceRefused(f"`{' '.join(load)}` failed: {_reason(ran)}", manager=self.name, exit_code=ran.code)
         return [*done, f"loaded: {self._domain}/{LABEL}"]
+
+    def _boot_out(self) -> bool:
+        """End the job and wait until it is gone: launchctl answers before the daemon has drained.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            ServiceRefused: it is still there when it should long have been killed.
+        """
+        look = ["launchctl", "print", f"{self._domain}/{LABEL}"]
+        if self._run(look).code != 0:
+            return False
+        ran = self._run(["launchctl", "bootout", f"{self._domain}/{LABEL}"])
+        if ran.code != 0 and ran.code not in _GONE:
+            raise ServiceRefused(f"launchd keeps the job: {_reason(ran)}", manager=self.name, exit_code=ran.code)
+        for _ in range(LOOKS):
+            if self._run(look).code != 0:
+                return True
+            self._sleep(LOOK_S)
+        raise ServiceRefused(f"{self._domain}/{LABEL} does not end", manager=self.name)
 
     def uninstall(self, *, force: bool = False) -> list[str]:
         """See `Manager.uninstall`."""
         if not self._path.exists():
             return ["not installed"]
         _check_ours([self._path], force=force)
-        done = []
-        if self._run(["launchctl", "print", f"{self._domain}/{LABEL}"]).code == 0:
-            _demand(self._run, self.name, ["launchctl", "bootout", f"{self._domain}/{LABEL}"])
-            done = ["stopped"]
+        done = ["stopped"] if self._boot_out() else []
         return [*done, *_remove([self._path])]
 
     def status(self) -> ServiceState:

@@ -49,7 +49,7 @@ def systemd_service(plan: ServicePlan, *, mark: bool = True) -> str:
         mark: begin with `MARK`.
     """
     head = f"# {MARK}; your own settings belong in an override: systemctl --user edit kvd.service\n" if mark else ""
-    variables = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in plan.environment.items())
+    variables = "".join(f"Environment={_assigned(name, value)}\n" for name, value in plan.environment.items())
     return f"""{head}[Unit]
 Description=kvd: virtual memory for the attention state of language-model agents
 Documentation=file:///usr/share/doc/kvd/operations.md
@@ -108,14 +108,15 @@ WantedBy=sockets.target
 def launchd_job(plan: ServicePlan) -> dict[str, Any]:
     """The property list of the launchd agent, as Python values."""
     log = [] if plan.log_file is None else ["--log-file", str(plan.log_file)]
+    # Back after a crash or kill -9, not after a clean stop. That setting loads the job at login, whatever RunAtLoad
+    # says (launchd.plist(5)); one that starts on demand is brought back by the next connection anyway.
+    start: dict[str, Any] = {} if plan.on_demand else {"RunAtLoad": True, "KeepAlive": {"SuccessfulExit": False}}
     job: dict[str, Any] = {
         "Label": LABEL,
         "ProgramArguments": [*plan.command, *log],
-        "RunAtLoad": not plan.on_demand,
+        **start,
         # the default, Standard, throttles CPU and disk of a job that no app waits for; here somebody always waits
         "ProcessType": "Interactive",
-        # back after a crash or kill -9, not after a clean stop
-        "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": 2,
         "ExitTimeOut": STOP_S,
         "Umask": 0o077,
@@ -156,8 +157,16 @@ def literal(text: str) -> str:
     return text.replace("%", "%%")
 
 
+def _assigned(name: str, value: str) -> str:
+    """An assignment of `Environment=`, where a dollar sign has no meaning and must stay as it is."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return (
+        f'"{name}={escaped}"' if escaped != value or any(map(str.isspace, value)) or "'" in value else f"{name}={value}"
+    )
+
+
 def _quoted(word: str) -> str:
-    """A word of a command line or an assignment in a unit file."""
+    """A word of a command line in a unit file."""
     if word and not any(letter.isspace() or letter in "\"'\\$;" for letter in word):
         return word
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")

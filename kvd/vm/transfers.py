@@ -162,7 +162,7 @@ class Transfers:
             shortage_bytes -= self.packing.make_room(shortage_bytes)
         if shortage_bytes <= 0:
             return
-        if not self.writes_fail:
+        if not (self.writes_fail or self.writes_held):
             # what is behind a window goes by itself once it is written: sooner than anything that a step may need
             for page in (*self._writing.values(), *self._urgent.values(), *self._behind.values()):
                 if page.is_behind_window:

@@ -44,6 +44,16 @@ class Fake:
     def __init__(self, answers: dict[str, Ran] | None = None) -> None:
         self.calls: list[str] = []
         self.answers = answers or {}
+        self.ends_after = 0
+        self.slept = 0
+
+    def sleep(self, seconds: float) -> None:
+        """Time passes; after so many looks a job that was booted out is gone."""
+        assert seconds > 0
+        self.slept += 1
+        if self.slept == self.ends_after:
+            self.answers["launchctl print"] = Ran(113, "", "no such service")
+            self.slept = 0
 
     def __call__(self, arguments: Sequence[str]) -> Ran:
         """See `Run`."""
@@ -126,7 +136,7 @@ def test_launchd_install_status_uninstall(tmp_path: Path) -> None:
     """The agent is loaded anew when it was loaded; the socket's folder is private before launchd makes the socket."""
     printed = f"gui/501/{LABEL} = {{\n\tstate = running\n\tpid = 77\n\tlast exit code = 0\n\tspawn = {{\n\tpid = 1\n"
     run = Fake({"launchctl print": Ran(113, "", "no such service")})
-    manager = Launchd(tmp_path / "agents", run, log_file=tmp_path / "kvd.log", uid=501)
+    manager = Launchd(tmp_path / "agents", run, log_file=tmp_path / "kvd.log", uid=501, sleep=run.sleep)
     plan = ServicePlan(PLAN.command, str(tmp_path / "data" / "kvd.sock"), {"KVD_CONFIG": "/c"}, tmp_path / "kvd.log")
     path = tmp_path / "agents" / f"{LABEL}.plist"
     assert manager.install(plan)[0] == f"written: {path}"
@@ -141,17 +151,59 @@ def test_launchd_install_status_uninstall(tmp_path: Path) -> None:
     state = manager.status()
     assert (state.state, state.pid, state.detail["last exit code"]) == ("running", 77, "0")
     run.calls.clear()
+    run.ends_after = 3
     manager.install(plan)
     assert run.calls[1] == f"launchctl bootout gui/501/{LABEL}"
+    assert run.calls[-2:] == [f"launchctl print gui/501/{LABEL}", f"launchctl bootstrap gui/501 {path}"]
+    run.answers["launchctl print"] = Ran(0, printed, "")
+    run.ends_after = 1
     assert manager.uninstall() == ["stopped", f"removed: {path}"]
     assert not path.exists()
     assert manager.logs_command(lines=5, follow=True) == ["tail", "-n", "5", "-F", str(tmp_path / "kvd.log")]
 
 
+def test_launchd_takes_its_time(tmp_path: Path) -> None:
+    """A job that has not ended yet is waited for; one that never ends is an error, and so is a refused load."""
+    run = Fake()  # everything succeeds, so the job is always there
+    manager = Launchd(tmp_path, run, uid=1, sleep=run.sleep)
+    with pytest.raises(ServiceRefused, match="does not end"):
+        manager.install(ServicePlan(PLAN.command, str(tmp_path / "s")))
+    assert run.slept > 100
+    answers = iter([Ran(5, "", "Input/output error")] * 3 + [Ran(0, "", "")])
+    again = Fake({"launchctl print": Ran(113, "", "")})
+    plain = Fake.__call__
+
+    class Slow(Fake):
+        def __call__(self, arguments: Sequence[str]) -> Ran:
+            return next(answers) if arguments[1] == "bootstrap" else plain(again, arguments)
+
+    slow = Slow()
+    assert Launchd(tmp_path, slow, uid=1, sleep=slow.sleep).install(ServicePlan(PLAN.command, str(tmp_path / "s")))
+    assert slow.slept == 3
+    refused = Fake({"launchctl print": Ran(113, "", ""), "launchctl bootstrap": Ran(78, "", "disabled")})
+    with pytest.raises(ServiceRefused, match="disabled"):
+        Launchd(tmp_path, refused, uid=1, sleep=refused.sleep).install(ServicePlan(PLAN.command, str(tmp_path / "s")))
+
+
+def test_on_demand_means_not_at_login() -> None:
+    """launchd loads a job with KeepAlive.SuccessfulExit at login, whatever RunAtLoad says."""
+    job = launchd_job(ServicePlan(PLAN.command, PLAN.socket, on_demand=True))
+    assert not {"KeepAlive", "RunAtLoad"} & job.keys()
+    assert job["Sockets"]["kvd"]["SockPathName"] == PLAN.socket
+
+
+def test_a_dollar_sign_is_doubled_in_commands_only() -> None:
+    """systemd expands variables in ExecStart, and nowhere else."""
+    text = systemd_service(ServicePlan(["/k", "$a b"], "/s", {"KVD_CONFIG": "/d/$team/k.toml", "X": 'a "b" c'}))
+    assert 'ExecStart=/k "$$a b"' in text
+    assert "Environment=KVD_CONFIG=/d/$team/k.toml\n" in text
+    assert 'Environment="X=a \\"b\\" c"' in text
+
+
 @pytest.mark.parametrize("make", [SystemdUser, Launchd])
 def test_files_of_others_are_left_alone(tmp_path: Path, make: Callable[..., Any]) -> None:
     """A unit that somebody wrote by hand is neither written over nor removed, unless that is said."""
-    run = Fake()
+    run = Fake({"launchctl print": Ran(113, "", "no such service")})
     manager = make(tmp_path, run)
     path = next(iter(manager.files(PLAN)))
     path.write_text("mine")

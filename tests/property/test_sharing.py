@@ -154,7 +154,9 @@ class SharingMachine(RuleBasedStateMachine):
                 self.deletes(name)
             self.settles()
             assert self.shared.core.pager.statistics().spaces == 0
-            assert not any(path.suffix == ".safetensors" for path in self.shared.fs.live_files())
+            # what a lossy crash brought back without a catalog that knew it was put aside
+            left = [path for path in self.shared.fs.live_files() if path.suffix == ".safetensors"]
+            assert {path.parent.name for path in left} <= {"quarantine"}
             for world in self.worlds:
                 world.close()
             self.folder.cleanup()

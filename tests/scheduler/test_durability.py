@@ -202,12 +202,12 @@ def test_saves_go_first_and_get_rarer(world: World) -> None:
     first, second = upkeep.next_job(idle=False), upkeep.next_job(idle=False)
     assert first is not None
     assert second is not None
-    assert {first[0].ref, second[0].ref} == {ref_of("a"), ref_of("b")}
+    assert {first[0], second[0]} == {ref_of("a"), ref_of("b")}
     waits = []
     for _ in range(8):
         upkeep.save_ended(durable=False)
         assert upkeep.next_job(idle=False) is None
-        assert upkeep.next_job(idle=True) == (world.agent("c"), "compact")
+        assert upkeep.next_job(idle=True) == (ref_of("c"), "compact")
         began = now[0]
         while upkeep.next_job(idle=False) is None:
             now[0] += 1.0

@@ -47,12 +47,14 @@ def short_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def eventually(condition: Callable[[], object], what: str, *, timeout_s: float = STOP_S) -> None:
+def eventually(
+    condition: Callable[[], object], what: str, *, timeout_s: float = STOP_S, poll_s: float = _POLL_S
+) -> None:
     """Wait until `condition` holds; it is something another process does, so there is nothing to wait on."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
 
 
 class Daemon:
