@@ -70,7 +70,7 @@ LAYERS = {
     "kvd.store.frame_pool": Row("kvd.ids kvd.errors kvd.quant kvd.store.fragment", "numpy"),
     "kvd.store.fragment": Row("kvd.errors kvd.quant.spec", "numpy"),
     "kvd.store.folder_watch": Row("kvd.store.layout", "watchdog"),
-    "kvd.store.frame_memory": Row("kvd.store.frame_pool", "numpy"),
+    "kvd.store.frame_memory": Row("kvd.store.fragment kvd.store.frame_pool", "numpy"),
     "kvd.quant": Row("kvd.ids kvd.errors", "mlx numpy safetensors"),
     "kvd.quant.native_codec": Row("kvd.native kvd.quant", "numpy"),
     # Calibration runs a model; it is the one place where quant looks up to kvd.model.

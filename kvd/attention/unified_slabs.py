@@ -154,6 +154,12 @@ class UnifiedSlabs:
             del slab
             mx.clear_cache()  # mlx keeps freed buffers for reuse; this one is to be gone
 
+    def set_budget(self, budget_bytes: int) -> None:
+        """Slabs stay as large as the first budget made them."""
+
+    def trim(self) -> None:
+        """Nothing to do: a slab goes when its last frame does."""
+
     def locate(self, address: int) -> Place | None:
         """Where the frame that begins at an address lies; None when it is in no slab."""
         place = self._places.get(address)

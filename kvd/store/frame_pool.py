@@ -45,6 +45,12 @@ class FrameAllocator(Protocol):
     def release(self, octets: OctetArray) -> None:
         """Take back what `allocate` returned, the caller's last reference but its own; it may serve another frame."""
 
+    def set_budget(self, budget_bytes: int) -> None:
+        """The pool's limit is another one; what is kept for frames to come may be less for it."""
+
+    def trim(self) -> None:
+        """Memory is short: keep nothing for frames to come."""
+
 
 class AnonymousMappings:
     """A mapping per frame (implements `FrameAllocator`): it lives as long as any view of it."""
@@ -59,6 +65,12 @@ class AnonymousMappings:
 
     def release(self, octets: OctetArray) -> None:
         """Nothing to do: the last view returns the mapping."""
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Nothing is kept, whatever the budget."""
+
+    def trim(self) -> None:
+        """Nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,9 @@ class Frames(Protocol):
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the limit."""
+
+    def trim(self) -> None:
+        """Give back memory that serves no frame."""
 
     def __contains__(self, frame: object) -> bool: ...
 
@@ -230,6 +245,11 @@ class FramePool:
     def set_budget(self, budget_bytes: int) -> None:
         """Change the limit. Frames beyond a lower one stay until they are dropped; only `create` is refused."""
         self._budget_bytes = budget_bytes
+        self._allocator.set_budget(budget_bytes)
+
+    def trim(self) -> None:
+        """Give back memory that serves no frame."""
+        self._allocator.trim()
 
     def __contains__(self, frame: object) -> bool:
         return frame in self._frames

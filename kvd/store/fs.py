@@ -107,8 +107,8 @@ class FileSystem(Protocol):
     def read(self, path: Path, *, offset: int = 0, limit: int = -1, drop_cache: bool = False) -> bytes:
         """Read `limit` bytes (-1: all) from `offset` on; optionally leave nothing in the system's page cache."""
 
-    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
-        """Read a file from its beginning until the buffer is full or the file ends; returns the bytes read."""
+    def read_into(self, path: Path, buffer: memoryview, *, drop_cache: bool = False) -> int:
+        """Read a file from its beginning into uint8 [n], until that is full or the file ends; returns the bytes read."""
 
     def listdir(self, path: Path) -> list[str]:
         """Names in a folder, sorted."""
@@ -195,11 +195,11 @@ class RealFileSystem:
             file.seek(offset)
             return file.readall() if limit < 0 else _read_exactly(file.fileno(), limit)
 
-    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+    def read_into(self, path: Path, buffer: memoryview, *, drop_cache: bool = False) -> int:
         """See `FileSystem.read_into`."""
-        done, view = 0, memoryview(buffer)
+        done = 0
         with _open_to_read(path, drop_cache=drop_cache) as file:
-            while done < len(view) and (part := file.readinto(view[done:])):
+            while done < len(buffer) and (part := file.readinto(buffer[done:])):
                 done += part
         return done
 

@@ -94,7 +94,7 @@ class MeteredFileSystem:
         self.bytes_read += len(data)
         return data
 
-    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+    def read_into(self, path: Path, buffer: memoryview, *, drop_cache: bool = False) -> int:
         """See `FileSystem.read_into`."""
         self.reads += 1
         n_bytes = self._inner.read_into(path, buffer, drop_cache=drop_cache)

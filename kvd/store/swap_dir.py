@@ -95,7 +95,7 @@ class SwapDir:
             n_bytes = self._fs.read_into(self.path(expected.page_id), buffer, drop_cache=drop_cache)
         except (FileNotFoundError, NotADirectoryError, NotRegularFile) as error:
             raise PageMissing(page_id=expected.page_id) from error
-        return decode_page(memoryview(buffer)[:n_bytes], expected, layout)
+        return decode_page(buffer[:n_bytes], expected, layout)
 
     def delete(self, page_id: str) -> int:
         """Remove a page's file if there is one. It may come back after a crash, then as an orphan.

@@ -43,7 +43,7 @@ class Gate(MeteredFileSystem):
         self.reading = threading.Condition()
         self.readers = 0
 
-    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+    def read_into(self, path: Path, buffer: memoryview, *, drop_cache: bool = False) -> int:
         """Wait at the gate of the reads; may be called by several threads."""
         with self.reading:
             self.readers += 1

@@ -323,7 +323,7 @@ class LossyFileSystem:
         data = bytes(node.live[offset:])
         return data if limit < 0 else data[:limit]
 
-    def read_into(self, path: Path, buffer: bytearray, *, drop_cache: bool = False) -> int:
+    def read_into(self, path: Path, buffer: memoryview, *, drop_cache: bool = False) -> int:
         """See `FileSystem.read_into`."""
         data = self.read(path, limit=len(buffer), drop_cache=drop_cache)
         buffer[: len(data)] = data

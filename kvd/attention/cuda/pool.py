@@ -85,6 +85,9 @@ class DevicePool:
         """Change the limit. Frames beyond a lower one stay until they are dropped; only `create` is refused."""
         self._budget_bytes = budget_bytes
 
+    def trim(self) -> None:
+        """Nothing to do: mlx keeps what frames leave, and gives it back with its own cache."""
+
     def __contains__(self, frame: object) -> bool:
         return frame in self._frames
 
