@@ -424,7 +424,7 @@ class Engine:
             work = run_job(self._core, held.request, held.stop)
             imports = held.request.operation == "import"  # it says itself what becomes of the name
             if imports:
-                held.work = wake_first(self._core, held.agents, work)
+                held.work = wake_first(self._core, held.agents, held.stop, work)
             else:
                 held.work = warm_first(self._core, held.agents, held.stop, work)
         held.started_s = self._core.clock()

@@ -59,11 +59,11 @@ def warm_first(
     A file that turns out to be no use is named in the log; the work then finds no such agent.
 
     Raises:
-        Cancelled: during an import; the agent stays in the tier.
+        Cancelled: while an agent wakes, or during an import; the agent then stays in the tier.
         DiskFault: an agent's log cannot be read now.
         Exception: as `work`.
     """
-    yield from wake(core, refs)
+    yield from wake(core, refs, stop)
     for ref in refs:
         path = core.warm.paths.pop(ref, None)
         if path is None or core.agents.known(ref) is not None:
@@ -125,7 +125,7 @@ def _import_file(core: EngineCore, ref: AgentRef, path: Path, *, replaces: bool,
             absent = frozenset(record.segments[group].new_pages[number].page_id for group, number in header.absent)
             yield from _append(core, agent, old, record, absent)
     except Exception:
-        core.forgotten += written
+        core.forgotten |= dict.fromkeys(written)
         core.sweep_due = True
         sweep(core)
         raise

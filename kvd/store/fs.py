@@ -108,7 +108,7 @@ class FileSystem(Protocol):
         """Read `limit` bytes (-1: all) from `offset` on; optionally leave nothing in the system's page cache."""
 
     def read_into(self, path: Path, buffer: memoryview, *, drop_cache: bool = False) -> int:
-        """Read a file from its beginning into uint8 [n], until that is full or the file ends; returns the bytes read."""
+        """Read a file from its beginning into uint8 [n] until that is full or the file ends; returns the bytes read."""
 
     def listdir(self, path: Path) -> list[str]:
         """Names in a folder, sorted."""

@@ -42,6 +42,7 @@ from kvd.store.layout import DataFolder
 from kvd.store.ram_store import RamStore
 from kvd.store.recovery import recover
 from kvd.store.recovery_report import EMPTY_REPORT
+from kvd.store.sleeping import READ_AGENTS
 from kvd.store.swap_ops import SwapResult
 from kvd.store.swap_store import SwapStore
 from kvd.vm.events import Tick
@@ -199,6 +200,7 @@ class World:
         self.spec = make_spec(vocab, window=window)
         self.use_format("q4")
         self.quota_bytes = 1 << 40
+        self.read_agents = READ_AGENTS  # at the next start
         self.now_s = 0.0
         self.logged: list[tuple[str, dict[str, object]]] = []
         self.notices: list[str] = []
@@ -231,7 +233,7 @@ class World:
         if self.swap_off:
             self.report, store = EMPTY_REPORT, RamStore(self.folder, self.fs)
         else:
-            self.report = recover(self.folder, fingerprint, self.layout, self.fs)
+            self.report = recover(self.folder, fingerprint, self.layout, self.fs, read_agents=self.read_agents)
             store = SwapStore(
                 folder=self.folder,
                 fingerprint=fingerprint,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvd.errors import AgentExists
+from kvd.errors import AgentExists, Cancelled
 from kvd.scheduler.chat import held_texts
+from kvd.scheduler.importing import warm_first
 from kvd.scheduler.views import agent_list, residency, statistics
+from kvd.scheduler.waiting import Wait
 from kvd.store.errors import DiskFault
-from tests.scheduler.harness import ref_of
+from tests.scheduler.harness import World, ref_of
 from tests.scheduler.test_engine import WAIT_S, Runner, make_runner  # noqa: F401
 from tests.scheduler.test_turn import text_of
 
@@ -149,3 +151,35 @@ def test_a_sleeper_whose_folder_vanished_is_gone(started: Callable[..., Runner])
         assert engine.turn(name, name + text_of(LENGTHS[name])).result["durable"]
     assert asleep(engine) == set()
     assert sum(event == "log_trouble" for event, _ in engine.logged) == len(AGENTS)
+
+
+def test_a_request_can_be_cancelled_while_its_agent_wakes(world: World) -> None:
+    """It ends at once with its reason; the log is read all the same, and whoever comes next finds the agent awake.
+
+    A timeout ends a request the same way.
+    """
+    assert world.generate("a", text_of(40), max_tokens=1).turn.durable
+    world.settle()
+    world.close()
+    world.read_agents = 0
+    world.start()
+    reason: list[str] = []
+    began: list[bool] = []
+
+    def work() -> Generator[Wait, None, object]:
+        began.append(True)
+        yield None
+
+    waiting = warm_first(world.core, [ref_of("a")], lambda: reason[0] if reason else None, work())
+    wait = next(waiting)
+    assert callable(wait)
+    assert not wait()
+    reason.append("timeout")
+    assert wait()
+    with pytest.raises(Cancelled, match="timeout"):
+        next(waiting)
+    assert not began
+    assert ref_of("a") in world.core.agents.waking
+    assert world.step_store()
+    assert world.has("a")
+    assert not world.core.agents.waking
