@@ -9,7 +9,8 @@ window are done without, a branch with others is `doubtful` until it has been re
 Compaction of a log is no part of a commit: it runs when nothing else does and enough is dead to pay for it.
 
 A forgotten page is deleted once no log names it. The store knows which ones do: it refuses, and the page is offered
-again after the next change of a log.
+again after the next change of a log. A deletion that is under way when an agent that maps the page wakes is refused as
+well; the page is that agent's then, and forgotten again when its last user goes.
 
 Owner: the engine thread. May import kvd.errors, kvd.ids, kvd.quant.spec, kvd.store, kvd.vm.events and siblings.
 """
@@ -170,14 +171,15 @@ def sweep(core: EngineCore) -> None:
     if not core.sweep_due:
         return
     core.sweep_due = False
-    pages, core.forgotten = core.forgotten, []
+    pages, core.forgotten = core.forgotten, {}
     for page in pages:
         core.store.delete_page(page, partial(_page_answer, core, page))
 
 
 def _page_answer(core: EngineCore, page: PageId, result: SwapResult) -> None:
     if result.error is not None:
-        core.forgotten.append(page)
+        if core.pager.page_state(page) is None and not core.store.is_deleting(page):
+            core.forgotten[page] = None
         if not isinstance(result.error, PageReferenced):
             core.log("page_not_deleted", page=page, reason=result.error.message)
 

@@ -149,7 +149,7 @@ class EngineCore:
         swap_off: KV is kept in RAM only: nothing is durable, and what is evicted is computed again.
 
     Attributes:
-        forgotten: pages nobody maps any more; their files go once no log names them.
+        forgotten: pages nobody maps any more, an ordered set; their files go once no log names them.
         sweep_due: something changed since they were offered for deletion.
         warm: exported agents that are imported when somebody first uses their names.
         refusing_since_s: when the disk was first seen to refuse pages, to a second; None while it takes them.
@@ -208,7 +208,7 @@ class EngineCore:
         self._owners: dict[SpaceId, tuple[AgentRef, int]] = {}
         self.paging = Paging(self, prefetch)
         self.sharing = Sharing(self, sharing)
-        self.forgotten: list[PageId] = []
+        self.forgotten: dict[PageId, None] = {}
         self.sweep_due = False
         self.warm = WarmTier()
         self.watch: FolderWatch | None = None
@@ -502,7 +502,7 @@ class EngineCore:
 
     def forget_page(self, page: PageId) -> None:
         """Nobody maps the page. Its file goes once no log on disk names it any more (`kvd.scheduler.commit.sweep`)."""
-        self.forgotten.append(page)
+        self.forgotten[page] = None
         self.sweep_due = True
 
     def close(self) -> None:

@@ -57,9 +57,8 @@ def restore_agent(
         layout = core.formats.layouts.get((header.group, header.format_id))
         if layout is not None:
             core.memory.know_header(header, layout)
-    if core.forgotten:  # nobody mapped them while this agent slept; from now on it does
-        named = image.page_ids()
-        core.forgotten = [page for page in core.forgotten if page not in named]
+    for page in image.page_ids():  # nobody mapped them while this agent slept; from now on it does
+        core.forgotten.pop(page, None)
     core.agents.add(_agent(core, ref, image, notices))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvd.errors import KvdError
 from kvd.ids import GroupId, PageId
@@ -39,6 +39,7 @@ from kvd.store.swap_ops import (
 )
 
 RecordAnswer = Callable[[SwapResult], None]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,9 @@ class StoreDoor:
         self._taker: PageTaker | None = None
         self._tails: dict[tuple[AgentRef, int, int], list[PageId]] = {}
         self._answers: dict[tuple[str, str, int], RecordAnswer] = {}
-        self._log_answers: dict[AgentRef, RecordAnswer] = {}
-        self._deletions: dict[str, RecordAnswer] = {}
+        # changes of one log, or of one page, are answered in the order in which they were asked for
+        self._log_answers: dict[tuple[str, str], list[RecordAnswer]] = {}
+        self._deletions: dict[str, list[RecordAnswer]] = {}
         self._steps: dict[FileStepOp, RecordAnswer] = {}
         self.health = DiskHealth()
         self._shortage: Shortage | None = None
@@ -135,23 +137,27 @@ class StoreDoor:
 
     def compact_log(self, ref: AgentRef, keep_branches: frozenset[int], answer: RecordAnswer) -> None:
         """Queue a compaction; branches not named are let go of."""
-        self._log_answers[ref] = answer
+        self._log_answers.setdefault((ref.namespace, ref.agent), []).append(answer)
         self._swap.submit(CompactLogOp(ref.namespace, ref.agent, keep_branches))
 
     def delete_log(self, ref: AgentRef, answer: RecordAnswer) -> None:
         """Queue the deletion of an agent's log."""
-        self._log_answers[ref] = answer
+        self._log_answers.setdefault((ref.namespace, ref.agent), []).append(answer)
         self._swap.submit(DeleteLogOp(ref.namespace, ref.agent))
 
     def wake_log(self, ref: AgentRef, answer: RecordAnswer) -> None:
         """Queue the reading of a sleeping agent's log."""
-        self._log_answers[ref] = answer
+        self._log_answers.setdefault((ref.namespace, ref.agent), []).append(answer)
         self._swap.submit(WakeLogOp(ref.namespace, ref.agent))
 
     def delete_page(self, page: PageId, answer: RecordAnswer) -> None:
         """Queue the deletion of a page file; the store refuses while a log names the page."""
-        self._deletions[page] = answer
+        self._deletions.setdefault(page, []).append(answer)
         self._swap.submit(DeletePageOp(page))
+
+    def is_deleting(self, page: PageId) -> bool:
+        """Whether a deletion of the page's file has no answer yet."""
+        return page in self._deletions
 
     def give_up(self, pages: frozenset[PageId], answer: RecordAnswer) -> None:
         """Queue the deletion of page files although logs name them."""
@@ -201,10 +207,9 @@ class StoreDoor:
             case AppendRecordOp(record):
                 self._answers.pop((record.namespace, record.agent, record.seq))(result)
             case CompactLogOp(namespace, agent) | DeleteLogOp(namespace, agent) | WakeLogOp(namespace, agent):
-                for ref in [ref for ref in self._log_answers if (ref.namespace, ref.agent) == (namespace, agent)]:
-                    self._log_answers.pop(ref)(result)
+                _first(self._log_answers, (namespace, agent))(result)
             case DeletePageOp(page_id):
-                self._deletions.pop(page_id)(result)
+                _first(self._deletions, page_id)(result)
             case GiveUpPagesOp():
                 self._giving_up.pop(0)(result)
             case CheckPagesOp():
@@ -235,3 +240,12 @@ class StoreDoor:
         if not waiting:
             del self._tails[key]
         self._taker.tail_read(page, result.payload, result.error)
+
+
+def _first(answers: dict[K, list[RecordAnswer]], key: K) -> RecordAnswer:
+    """Take the answer that was asked for first."""
+    waiting = answers[key]
+    answer = waiting.pop(0)
+    if not waiting:
+        del answers[key]
+    return answer

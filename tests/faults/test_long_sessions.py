@@ -94,7 +94,7 @@ def test_agents_that_come_and_go_leave_nothing_behind(make_world: Callable[..., 
     core = world.core
     figures = core.pager.statistics()
     assert (figures.resident_bytes, figures.in_flight_bytes, core.memory.pool.resident_bytes) == (0, 0, 0)
-    assert (len(core.agents), core.forgotten, core.store._answers, core.store._tails) == (0, [], {}, {})
+    assert (len(core.agents), core.forgotten, core.store._answers, core.store._tails) == (0, {}, {}, {})
     assert not core.memory._pages
     assert not core.memory._spaces
     assert not core.memory._spared
