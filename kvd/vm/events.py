@@ -173,6 +173,7 @@ class LogLost:
 class FilesGone:
     """Swap files of pages are gone for certain: CLEAN pages are dirty again, EVICTED ones lost, others as they were.
 
+    Those that are LOADING are dirty once they have come: they may have been read before the files went.
     Unknown pages are passed over.
     """
 
@@ -181,7 +182,10 @@ class FilesGone:
 
 @dataclass(frozen=True, slots=True)
 class CopiesLost:
-    """The swap files of these pages are gone. Those that are in RAM are written again; the rest will fail to load."""
+    """The swap files of these pages are gone. Those that are in RAM are written again; the rest will fail to load.
+
+    Those that are LOADING may come all the same, and are then written again.
+    """
 
     pages: tuple[PageId, ...]
 

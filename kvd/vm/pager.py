@@ -475,8 +475,8 @@ class Pager:
     def _copies_lost(self, event: ev.CopiesLost) -> None:
         for page_id in event.pages:
             page = self._table.find(page_id)
-            if page is not None and page.state is PageState.CLEAN:
-                self._transfers.write_again(page)
+            if page is not None:
+                self._transfers.file_gone(page)
 
     def _quota_changed(self, event: ev.QuotaChanged) -> None:
         if event.quota_bytes is None:
@@ -488,10 +488,10 @@ class Pager:
     def _files_gone(self, event: ev.FilesGone) -> None:
         for page_id in event.pages:
             page = self._table.find(page_id)
-            if page is not None and page.state is PageState.CLEAN:
-                self._transfers.write_again(page)
-            elif page is not None and page.state is PageState.EVICTED:
+            if page is not None and page.state is PageState.EVICTED:
                 self._table.move(page, PageState.LOST)
+            elif page is not None:
+                self._transfers.file_gone(page)
 
     # ---- shared steps -----------------------------------------------------------------------------------------------
 

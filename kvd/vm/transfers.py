@@ -6,7 +6,7 @@ Writes that stand between a demand and its room go before write-behind. After a 
 ever more rarely (a full disk is full for every page), and dirty pages are not counted on: clean pages of later spaces
 go first rather than nothing at all. The page that failed goes to the end of the queue, so that a page that alone cannot
 be written does not stop the others. A page that its last user let go of while it is in flight stays until the transfer
-ends.
+ends. The file of a page may go while the page is being read: what was read is then all there is, so the page is dirty.
 
 *Refaults* tell a pool that is too small from one that is merely filled for the first time. Evicting for room moves a
 clock on, by bytes, and the page is stamped with it. When the page is demanded again, the clock tells how much went in
@@ -82,6 +82,7 @@ class Transfers:
         self._urgent: dict[PageId, Page] = {}
         self._behind: dict[PageId, Page] = {}
         self._writing: dict[PageId, Page] = {}
+        self._fileless: set[PageId] = set()  # pages on their way in whose files went meanwhile
         self.writes_fail = False
         self.allowance_bytes: int | None = None
         self._trial_due = False
@@ -318,10 +319,14 @@ class Transfers:
         page = self._table.in_flight(page_id, PageState.LOADING, PageState.LOADING_TAIL)
         self.loads_in_flight -= 1
         self.counters.failed_loads += failed
+        has_no_file = page_id in self._fileless
+        self._fileless.discard(page_id)
         if failed:
             self._move(page, PageState.LOST)
         else:
             self._table.move(page, PageState.CLEAN if page.state is PageState.LOADING else PageState.FILLING)
+            if has_no_file and page.users:
+                self.write_again(page)
         self._settle(page)
 
     # ---- writes -----------------------------------------------------------------------------------------------------
@@ -329,6 +334,13 @@ class Transfers:
     def queue_write(self, page: Page) -> None:
         """Queue a page that was just sealed."""
         self._behind[page.page_id] = page
+
+    def file_gone(self, page: Page) -> None:
+        """A page's swap copy is gone: what is in RAM, or may come yet, is written again."""
+        if page.state is PageState.CLEAN:
+            self.write_again(page)
+        elif page.state is PageState.LOADING:
+            self._fileless.add(page.page_id)
 
     def write_again(self, page: Page) -> None:
         """A clean page's swap copy is gone: it is dirty again."""
@@ -415,6 +427,9 @@ class Transfers:
         loads = states.count(PageState.LOADING) + states.count(PageState.LOADING_TAIL)
         if self.loads_in_flight != loads:
             problems.append(f"{self.loads_in_flight} loads counted, {loads} found")
+        loading = {page.page_id for page in self._table if page.state is PageState.LOADING}
+        if not self._fileless <= loading:
+            problems.append(f"without a file are {sorted(self._fileless)}, loading {sorted(loading)}")
         queued = [*self._urgent, *self._behind]
         dirty = {page.page_id for page in self._table if page.state is PageState.SEALED_DIRTY}
         if len(queued) != len(dirty) or set(queued) != dirty:

@@ -410,11 +410,13 @@ class PagerMachine(RuleBasedStateMachine):
         self.send(ev.CutWanted(space, None))
 
     def copies_lost(self, data: st.DataObject) -> None:
-        """Swap files of pages that are in RAM vanish; they are written again."""
+        """Swap files of pages that are in RAM, or were just read, vanish; they are written again."""
         space = self.pick(data)
         if space is None:
             return
-        pages = [page for segment in self.pager.segments(space) for page in segment.pages if page.state == "clean"]
+        states = ("clean", "loading")
+        pages = [page for segment in self.pager.segments(space) for page in segment.pages if page.state in states]
+        pages = [page for page in pages if page.ref.page_id in self.machine.swap]
         if pages:
             page = data.draw(st.sampled_from([page.ref.page_id for page in pages]))
             del self.machine.swap[page]

@@ -179,6 +179,49 @@ def test_a_page_whose_copy_is_lost_is_written_again() -> None:
     assert desk.states(A) == ["evicted", "evicted"]
 
 
+@pytest.mark.parametrize("event", [ev.CopiesLost, ev.FilesGone])
+@pytest.mark.parametrize("end", [ev.LoadDone, ev.LoadFailed])
+def test_a_page_whose_file_went_while_it_was_read_is_dirty(event: type, end: type) -> None:
+    """Rule 7: it was read before the file went, so what came is all there is; it must not be dropped as it is."""
+    desk = Desk(20)
+    desk.create(A)
+    desk.turn(A, 4)
+    desk.send(ev.EvictionWanted(A))
+    (page,) = [p.ref.page_id for p in desk.pager.segments(A)[0].pages]
+    desk.send(ev.Activated(A))
+    assert desk.loads == [page]
+    desk.send(event((page,)))
+    assert desk.states(A) == ["loading"]
+    desk.loads.clear()
+    if end is ev.LoadFailed:
+        desk.send(ev.LoadFailed(page, "missing"))
+        assert desk.states(A) == ["lost"]
+        return
+    out = desk.send(ev.LoadDone(page))
+    assert pages_of(out, ev.WritePage) == [page]
+    assert desk.pager.is_ready(A)
+    desk.send(ev.Deactivated(A))
+    desk.send(ev.EvictionWanted(A))
+    assert desk.states(A) == ["writing"]
+    desk.settle()
+    assert desk.states(A) == ["evicted"]
+
+
+def test_a_page_nobody_wants_any_more_is_not_written_for_its_file() -> None:
+    """Its last user went while it was on its way."""
+    desk = Desk(20)
+    desk.create(A)
+    desk.turn(A, 4)
+    desk.send(ev.EvictionWanted(A))
+    (page,) = [p.ref.page_id for p in desk.pager.segments(A)[0].pages]
+    desk.send(ev.Activated(A))
+    desk.send(ev.FilesGone((page,)))
+    desk.send(ev.SpaceClosed(A))
+    out = desk.settle()
+    assert pages_of(out, ev.WritePage) == []
+    assert pages_of(out, ev.ForgetPage) == [page]
+
+
 def test_a_tail_whose_log_is_lost_is_not_dropped() -> None:
     """Rule 7: it is durable nowhere until the next commit."""
     desk = Desk(20)
