@@ -157,8 +157,9 @@ class UnifiedSlabs:
     def set_budget(self, budget_bytes: int) -> None:
         """Slabs stay as large as the first budget made them."""
 
-    def trim(self) -> None:
+    def trim(self) -> int:
         """Nothing to do: a slab goes when its last frame does."""
+        return 0
 
     def locate(self, address: int) -> Place | None:
         """Where the frame that begins at an address lies; None when it is in no slab."""

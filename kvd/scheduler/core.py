@@ -490,7 +490,10 @@ class EngineCore:
         wanted_bytes = self.pressure.look()
         if wanted_bytes:
             clear_buffer_cache()
-            self.memory.apply(MemoryWanted(wanted_bytes))
+            kept_bytes = self.memory.pool.trim() + self.store.trim()
+            if wanted_bytes > kept_bytes:
+                self.memory.apply(MemoryWanted(wanted_bytes - kept_bytes))
+                self.memory.pool.trim()  # what was just given up must not be kept for others
         if "hard" in (before, self.pressure.level) and before != self.pressure.level:
             is_short = self.pressure.level == "hard"
             self.log(

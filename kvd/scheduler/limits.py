@@ -159,6 +159,8 @@ class Limits:
         # first the pool: a larger budget maps frames at once
         core.memory.pool.set_budget(max(budget_bytes, core.pager.statistics().resident_bytes))
         core.memory.apply(BudgetChanged(budget_bytes))
+        if budget_bytes < before_bytes:
+            core.store.trim()
         self._is_settling = True
         self._note_changed("budget", budget_bytes != self._start_budget_bytes)
         core.log("budget_changed", level="info", before_bytes=before_bytes, budget_bytes=budget_bytes)

@@ -64,6 +64,9 @@ class SwapQueue(Protocol):
     def statistics(self) -> SwapStatistics:
         """Figures."""
 
+    def trim(self) -> int:
+        """Give back memory kept for reads to come; returns its bytes."""
+
     def close(self) -> None:
         """Finish what is queued and end the thread."""
 
@@ -180,6 +183,10 @@ class StoreDoor:
     def statistics(self) -> SwapStatistics:
         """Figures of the swap thread."""
         return self._swap.statistics()
+
+    def trim(self) -> int:
+        """Give back memory kept for reads to come; returns its bytes."""
+        return self._swap.trim()
 
     def close(self) -> None:
         """Finish what is queued."""

@@ -212,6 +212,8 @@ def statistics(core: EngineCore) -> dict[str, object]:
             for name in sorted({*pager.namespaces, *pager.quotas})
         },
         "frame_bytes": pool.slab_bytes,
+        "kept_frame_bytes": pool.kept_bytes,
+        "read_buffer_bytes": store.read_buffer_bytes,
         "frames": pool.frames,
         "pages": dict(pager.pages),
         "shared_pages": pager.shared_pages,

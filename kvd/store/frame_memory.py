@@ -90,9 +90,10 @@ class RecycledMappings:
         self._most_bytes = _most_bytes(budget_bytes)
         self._keep_at_most(self._most_bytes)
 
-    def trim(self) -> None:
+    def trim(self) -> int:
         """See `FrameAllocator.trim`."""
-        self._kept.clear()
+        freed_bytes, self._kept = self.kept_bytes, []
+        return freed_bytes
 
     def _forget_viewed(self) -> None:
         self._kept = [each for each in self._kept if each.octets() is None]

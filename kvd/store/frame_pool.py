@@ -48,8 +48,8 @@ class FrameAllocator(Protocol):
     def set_budget(self, budget_bytes: int) -> None:
         """The pool's limit is another one; what is kept for frames to come may be less for it."""
 
-    def trim(self) -> None:
-        """Memory is short: keep nothing for frames to come."""
+    def trim(self) -> int:
+        """Memory is short: give back what is kept for frames to come; returns its bytes."""
 
 
 class AnonymousMappings:
@@ -69,8 +69,9 @@ class AnonymousMappings:
     def set_budget(self, budget_bytes: int) -> None:
         """Nothing is kept, whatever the budget."""
 
-    def trim(self) -> None:
+    def trim(self) -> int:
         """Nothing is kept."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class FramePoolStatistics:
         resident_bytes: payload bytes of all frames.
         peak_resident_bytes: the greatest `resident_bytes` so far.
         slab_bytes: bytes really mapped: payload rounded up to the system's pages, and what is kept for frames to come.
+        kept_bytes: of these, what is kept.
         budget_bytes: the limit of `resident_bytes`.
         frames_created: frames created since start.
         frames_dropped: frames dropped since start.
@@ -114,6 +116,7 @@ class FramePoolStatistics:
     resident_bytes: int
     peak_resident_bytes: int
     slab_bytes: int
+    kept_bytes: int
     budget_bytes: int
     frames_created: int
     frames_dropped: int
@@ -133,8 +136,8 @@ class Frames(Protocol):
     def set_budget(self, budget_bytes: int) -> None:
         """Change the limit."""
 
-    def trim(self) -> None:
-        """Give back memory that serves no frame."""
+    def trim(self) -> int:
+        """Give back memory that serves no frame; returns its bytes."""
 
     def __contains__(self, frame: object) -> bool: ...
 
@@ -247,9 +250,9 @@ class FramePool:
         self._budget_bytes = budget_bytes
         self._allocator.set_budget(budget_bytes)
 
-    def trim(self) -> None:
-        """Give back memory that serves no frame."""
-        self._allocator.trim()
+    def trim(self) -> int:
+        """Give back memory that serves no frame; returns its bytes."""
+        return self._allocator.trim()
 
     def __contains__(self, frame: object) -> bool:
         return frame in self._frames
@@ -407,6 +410,7 @@ class FramePool:
             resident_bytes=self._resident_bytes,
             peak_resident_bytes=self._peak_resident_bytes,
             slab_bytes=self.slab_bytes,
+            kept_bytes=self._allocator.kept_bytes,
             budget_bytes=self._budget_bytes,
             frames_created=self._created,
             frames_dropped=self._dropped,

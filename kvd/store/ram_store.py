@@ -73,6 +73,10 @@ class RamStore:
     def close(self) -> None:
         """There is nothing to close."""
 
+    def trim(self) -> int:
+        """Nothing is read, so nothing is kept for it."""
+        return 0
+
     def statistics(
         self,
         *,
@@ -101,6 +105,7 @@ class RamStore:
             deliver_errors=deliver_errors,
             queued_ops=queued_ops,
             queued_bytes=queued_bytes,
+            read_buffer_bytes=0,
             durable_pages=0,
             swap_bytes=0,
             log_bytes=0,

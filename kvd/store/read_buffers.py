@@ -43,10 +43,15 @@ class ReadBuffers:
                 del self._buffers[0]  # whoever uses it keeps it alive
             return memoryview(made)
 
-    def trim(self) -> None:
-        """Remember nothing: what nobody uses goes back to the system now, the rest with its last view."""
+    def trim(self) -> int:
+        """Remember nothing: what nobody uses goes back to the system now, the rest with its last view.
+
+        Returns:
+            Bytes that go back now.
+        """
         with self._lock:
-            self._buffers.clear()
+            buffers, self._buffers = self._buffers, []
+            return sum(len(buffer) for buffer in buffers if not _is_viewed(buffer))
 
 
 def _is_viewed(buffer: bytearray) -> bool:

@@ -20,7 +20,7 @@ from kvd.store.layout import DataFolder, page_of_file
 from kvd.store.page_file import PageHeader, decode_page, encode_page, file_bytes_for
 from kvd.store.read_buffers import ReadBuffers
 
-_BUFFER_BYTES: Final = 64 << 20
+BUFFER_BYTES: Final = 64 << 20
 """Memory kept for reads to come: as much as were in flight at once, and no more than this."""
 
 
@@ -48,14 +48,17 @@ class SwapDir:
         folder: the data folder.
         fingerprint: the model.
         fs: the disk; may be a metered view of the folder's.
+        buffers: what pages are read into, shared with whoever else reads them; None for some of its own.
     """
 
-    def __init__(self, folder: DataFolder, fingerprint: str, fs: FileSystem) -> None:
+    def __init__(
+        self, folder: DataFolder, fingerprint: str, fs: FileSystem, buffers: ReadBuffers | None = None
+    ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
         self._fs = fs
         self._known_folders: set[Path] = set()
-        self._buffers = ReadBuffers(_BUFFER_BYTES)
+        self._buffers = ReadBuffers(BUFFER_BYTES) if buffers is None else buffers
 
     def path(self, page_id: str) -> Path:
         """Where the page's file is."""
@@ -206,4 +209,4 @@ def prune_quarantine(fs: FileSystem, quarantine: Path, *, wanted_bytes: int) -> 
     return freed_bytes
 
 
-__all__ = ["SwapDir", "SwapScan", "aside_path", "copy_aside", "move_aside", "prune_quarantine"]
+__all__ = ["BUFFER_BYTES", "SwapDir", "SwapScan", "aside_path", "copy_aside", "move_aside", "prune_quarantine"]

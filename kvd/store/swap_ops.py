@@ -285,6 +285,7 @@ class SwapStatistics:
         deliver_errors: answers whose receiver raised.
         queued_ops: operations waiting, reads included.
         queued_bytes: payload bytes they hold in memory.
+        read_buffer_bytes: memory that pages are read into, in use or kept for reads to come.
         durable_pages: pages with a durable file.
         swap_bytes, log_bytes, quarantine_bytes: disk used by pages, logs and what was put aside.
         used_bytes: every byte under the data folder, as of the last count plus own writes.
@@ -308,6 +309,7 @@ class SwapStatistics:
     deliver_errors: int
     queued_ops: int
     queued_bytes: int
+    read_buffer_bytes: int
     durable_pages: int
     swap_bytes: int
     log_bytes: int

@@ -31,9 +31,10 @@ from kvd.store.fs_meter import MeteredFileSystem
 from kvd.store.layout import DataFolder
 from kvd.store.log_book import LogBook
 from kvd.store.page_file import PageHeader, file_bytes_for
+from kvd.store.read_buffers import ReadBuffers
 from kvd.store.records import PageEntry
 from kvd.store.recovery_report import RecoveryReport
-from kvd.store.swap_dir import SwapDir
+from kvd.store.swap_dir import BUFFER_BYTES, SwapDir
 from kvd.store.swap_ops import (
     AppendRecordOp,
     CheckPagesOp,
@@ -92,8 +93,9 @@ class SwapStore:
         self._fs = MeteredFileSystem(fs)
         self._drop_page_cache = drop_page_cache
         self._facts: list[str] = []
-        self._swap = SwapDir(folder, fingerprint, self._fs)
-        self._beside = SwapDir(folder, fingerprint, fs)  # for readers: the meter is one thread's
+        self._buffers = ReadBuffers(BUFFER_BYTES)
+        self._swap = SwapDir(folder, fingerprint, self._fs, self._buffers)
+        self._beside = SwapDir(folder, fingerprint, fs, self._buffers)  # for readers: the meter is one thread's
         self._pages: dict[PageId, PageHeader] = dict(recovered.pages)
         self._file_bytes: dict[PageId, int] = dict(recovered.file_bytes)
         self._left_as: dict[PageId, tuple[int, float]] = {}  # length and time of change of files that are known good
@@ -179,6 +181,10 @@ class SwapStore:
                 self._facts.append(f"file of deleted page {page_id} stays for now: {error}")
             del self._doomed[page_id]
 
+    def trim(self) -> int:
+        """Give back memory kept for reads to come; returns its bytes. From any thread."""
+        return self._buffers.trim()
+
     def close(self) -> None:
         """Commit and close the catalog. Nothing else is pending: a stop has nothing to do (P2)."""
         self.idle()
@@ -211,6 +217,7 @@ class SwapStore:
             deliver_errors=deliver_errors,
             queued_ops=queued_ops,
             queued_bytes=queued_bytes,
+            read_buffer_bytes=self._buffers.held_bytes,
             durable_pages=len(self._pages),
             swap_bytes=self._usage.swap_bytes,
             log_bytes=self._usage.log_bytes,

@@ -65,6 +65,9 @@ class Store(Protocol):
     def idle(self) -> None:
         """The queue is empty."""
 
+    def trim(self) -> int:
+        """Give back memory kept for reads to come; returns its bytes. From any thread."""
+
     def close(self) -> None:
         """Nothing comes any more."""
 
@@ -147,6 +150,10 @@ class SwapThread:
         event = threading.Event()
         self.submit(FlushOp(event))
         return event.wait(timeout_s) and not self._broken
+
+    def trim(self) -> int:
+        """Give back memory kept for reads to come; returns its bytes. From any thread."""
+        return self._store.trim()
 
     def close(self) -> None:
         """Carry out what is queued, commit the catalog, end the threads. Harmless when called twice."""

@@ -37,6 +37,7 @@ from kvd.scheduler.steps import run_steps
 from kvd.scheduler.store_door import StoreDoor, SwapQueue
 from kvd.scheduler.turn import TurnState, run_turn
 from kvd.scheduler.waiting import StepWanted
+from kvd.store.frame_memory import RecycledMappings
 from kvd.store.frame_pool import FramePool
 from kvd.store.layout import DataFolder
 from kvd.store.ram_store import RamStore
@@ -118,7 +119,7 @@ def make_core(
     made: list[EngineCore] = []
     memory = Memory(
         pager=pager,
-        pool=FramePool(budget_bytes),
+        pool=FramePool(budget_bytes, RecycledMappings(budget_bytes)),
         swap=door,
         fingerprint=spec.fingerprint,
         numerics=NUMERICS,

@@ -59,6 +59,10 @@ class InlineSwap:
         """Figures."""
         return self._store.statistics()
 
+    def trim(self) -> int:
+        """Give back memory kept for reads to come."""
+        return self._store.trim()
+
     def close(self) -> None:
         """Finish what is queued."""
         while self.perform():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,14 @@ from kvd.front.wire_errors import to_error_object
 from kvd.ids import RequestId
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler.errors import MemoryPressure
+from kvd.scheduler.limits import LimitChange, LimitSettings
 from kvd.scheduler.pressure import RETRY_S, Pressure
 from kvd.scheduler.requests import JobRequest, TurnRequest
 from kvd.scheduler.views import health_facts, statistics
-from tests.scheduler.harness import content, ref_of
+from kvd.store.swap_dir import BUFFER_BYTES
+from tests.scheduler.harness import World, content, ref_of
 from tests.scheduler.test_engine import WAIT_S, Gate, Runner
+from tests.scheduler.test_turn import text_of
 from tests.support.prose import prose
 
 HARD = 1_000_000
@@ -130,3 +133,42 @@ def test_what_runs_goes_on_and_what_is_new_comes_again(runner: Runner, meter: Me
     runner.look(lambda core: core.relieve())
     assert runner.turn("c", "three").result["durable"]
     assert [event for event, _ in runner.logged if event.startswith("memory_")] == ["memory_short", "memory_relieved"]
+
+
+def test_memory_kept_for_later_goes_first(world: World, meter: Meter) -> None:
+    """P21 P23: what is kept for frames and reads to come is shown, and given back before any page is given up."""
+    world.core.pressure = Pressure(HARD, meter)
+    assert world.generate("a", text_of(60), max_tokens=1).turn.durable
+    assert world.generate("b", text_of(60), max_tokens=1).turn.durable
+    world.settle()
+    world.job("evict", "a")
+    assert world.job("verify", "b").error is None
+    assert world.generate("a", world.text("a") + " more", max_tokens=1).turn.cached_tokens
+    world.job("evict", "a")
+    figures = statistics(world.core)
+    kept_bytes = figures["kept_frame_bytes"]
+    assert 0 < kept_bytes < figures["frame_bytes"]
+    assert 0 < figures["read_buffer_bytes"] <= BUFFER_BYTES
+    looked(world.core.pressure, meter, HARD * 95 // 100 + kept_bytes)
+    world.core.relieve()
+    after = statistics(world.core)
+    assert (after["kept_frame_bytes"], after["read_buffer_bytes"]) == (0, 0)
+    assert (after["evictions"], after["resident_bytes"]) == (figures["evictions"], figures["resident_bytes"])
+    meter.footprint_bytes = 2 * HARD
+    world.core.relieve()
+    assert statistics(world.core)["resident_bytes"] < after["resident_bytes"]
+    assert statistics(world.core)["kept_frame_bytes"] == 0, "what was given up is not kept"
+
+
+def test_a_smaller_budget_gives_back_what_is_kept_for_reads(make_world: Callable[..., World]) -> None:
+    """P21: at once; what is kept for frames follows the budget."""
+    world = make_world(limits=LimitSettings(least_bytes=1))
+    assert world.generate("a", text_of(60), max_tokens=1).turn.durable
+    world.job("evict", "a")
+    assert world.generate("a", world.text("a") + " more", max_tokens=1).turn.cached_tokens
+    assert statistics(world.core)["read_buffer_bytes"] > 0
+    budget_bytes = world.core.pager.budget.budget_bytes // 2
+    world.core.limits.change(LimitChange(budget_bytes=budget_bytes))
+    figures = statistics(world.core)
+    assert figures["read_buffer_bytes"] == 0
+    assert figures["kept_frame_bytes"] <= budget_bytes // 16

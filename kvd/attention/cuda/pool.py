@@ -85,8 +85,9 @@ class DevicePool:
         """Change the limit. Frames beyond a lower one stay until they are dropped; only `create` is refused."""
         self._budget_bytes = budget_bytes
 
-    def trim(self) -> None:
+    def trim(self) -> int:
         """Nothing to do: mlx keeps what frames leave, and gives it back with its own cache."""
+        return 0
 
     def __contains__(self, frame: object) -> bool:
         return frame in self._frames
@@ -156,6 +157,7 @@ class DevicePool:
             resident_bytes=self._resident_bytes,
             peak_resident_bytes=self._peak_resident_bytes,
             slab_bytes=self.slab_bytes,
+            kept_bytes=0,
             budget_bytes=self._budget_bytes,
             frames_created=self._created,
             frames_dropped=self._dropped,
