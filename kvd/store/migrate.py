@@ -8,6 +8,10 @@ next, and what is made depends on the copies alone: a kill anywhere, and the nex
 old kvd back moves the copies back and writes the old number into VERSION. Backups are left for a person to delete; they
 count against the quota.
 
+Only copies of this migration may be trusted: an older kvd may have written anything since an earlier one. So before
+MIGRATING is written what earlier ones left, `backup-v<n>/` or `aside-v<n>/`, gets another name, `backup-v<n>-1/` or the
+next that is free. A migration goes on, and its copies count, while MIGRATING has its number and VERSION a newer one.
+
 A folder that is older than any step knows is set aside: everything in it that is kvd's moves to `aside-v<old>/`, and
 kvd begins anew beside it.
 
@@ -17,6 +21,8 @@ May import kvd.store.errors and kvd.store.fs only.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +32,8 @@ from kvd.store.fs import FileSystem, make_folder, write_file
 
 MARKER: Final = "MIGRATING"
 """Holds the number of the format that a migration under way began with."""
+
+_LEFT_NAME: Final = re.compile(r"(?:backup|aside)-v([0-9]+)")
 
 KEPT_NAMES: Final = frozenset({"VERSION", MARKER, "daemon.lock", "kvd.sock", "CACHEDIR.TAG"})
 """What is not set aside: it says whose folder this is."""
@@ -64,9 +72,9 @@ def migrate(fs: FileSystem, root: Path, *, found: int, wanted: int, steps: Mappi
     Raises:
         OSError: the disk refused; the next start does the rest.
     """
+    facts = [] if _is_begun(fs, root, found) else _rename_earlier(fs, root, found)
     write_file(fs, root / MARKER, [f"{found}\n".encode()])
     write_file(fs, root / "VERSION", [f"{wanted}\n".encode()])
-    facts = []
     if all(number in steps for number in range(found, wanted)):
         for number in range(found, wanted):
             converted = _convert(fs, root, number, steps[number])
@@ -87,11 +95,36 @@ def migrate(fs: FileSystem, root: Path, *, found: int, wanted: int, steps: Mappi
 
 def interrupted(fs: FileSystem, root: Path) -> int | None:
     """The format that a migration began with which did not end; None when there is none."""
-    found = fs.stat(root / MARKER)
+    return _number(fs, root / MARKER)
+
+
+def _number(fs: FileSystem, path: Path) -> int | None:
+    found = fs.stat(path)
     if found is None or found.is_folder or found.is_special:
         return None
-    text = fs.read(root / MARKER, limit=16).strip()
+    text = fs.read(path, limit=16).strip()
     return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def _is_begun(fs: FileSystem, root: Path, found: int) -> bool:
+    """Whether copies may have been made by the migration that is under way; before VERSION is new there are none."""
+    return interrupted(fs, root) == found and (_number(fs, root / "VERSION") or 0) > found
+
+
+def _rename_earlier(fs: FileSystem, root: Path, found: int) -> list[str]:
+    """Give another name to what earlier migrations from `found` or later left; returns what was done."""
+    facts = []
+    names = fs.listdir(root)
+    for name in names:
+        match = _LEFT_NAME.fullmatch(name)
+        if match is None or int(match[1]) < found:
+            continue
+        free = next(f"{name}-{number}" for number in itertools.count(1) if fs.stat(root / f"{name}-{number}") is None)
+        fs.rename(root / name, root / free)
+        facts.append(f"what an earlier migration left in {root / name} is in {root / free} now")
+    if facts:
+        fs.fsync_dir(root)
+    return facts
 
 
 def _convert(fs: FileSystem, root: Path, number: int, step: Migration) -> int:

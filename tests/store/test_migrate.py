@@ -156,3 +156,87 @@ def test_a_newer_format_is_refused_and_untouched(disk: Disk) -> None:
     assert disk.content() == after != before
     for word in ("2", "1", str(ROOT), "pgrade"):
         assert word in refused.value.message
+
+
+def go_back(disk: Disk, words: dict[Path, bytes]) -> None:
+    """Somebody took the old kvd again without moving the backup away, and it wrote on."""
+    disk.fs.poke(ROOT / "VERSION", b"1\n")
+    for path, data in words.items():
+        if disk.fs.stat(path.parent) is None:
+            for folder in (AGENTS.parent, AGENTS):
+                disk.fs.mkdir(folder)
+        disk.fs.poke(path, data)
+
+
+LATER = {AGENTS / "ada.log": b"ada's later words", AGENTS / "cyd.log": b"cyd's words"}
+
+
+@pytest.mark.parametrize("left", [(), ("MIGRATING",)])
+def test_a_backup_of_an_earlier_migration_is_not_trusted(disk: Disk, left: tuple[str, ...]) -> None:
+    """P3: what the old kvd wrote since is converted, not what the copies say; those are kept under another name.
+
+    Also when the earlier migration never ended.
+    """
+    for times in (1, 2):
+        folder = disk.folder(3)
+        folder.open()
+        folder.close()
+        go_back(disk, {path: data * times for path, data in (OLD | LATER).items()})
+        for name in left:
+            disk.fs.poke(ROOT / name, b"1\n")
+    folder = disk.folder(3)
+    folder.open()
+    found = disk.content()
+    relative = (AGENTS / "ada.log").relative_to(ROOT)
+    assert found[AGENTS / "ada.log"] == (LATER[AGENTS / "ada.log"] * 2).upper()[::-1]
+    assert found[AGENTS / "cyd.log"] == (LATER[AGENTS / "cyd.log"] * 2).upper()[::-1]
+    assert found[ROOT / "backup-v1" / relative] == LATER[AGENTS / "ada.log"] * 2
+    assert found[ROOT / "backup-v1-1" / relative] == OLD[AGENTS / "ada.log"]
+    assert found[ROOT / "backup-v1-2" / relative] == LATER[AGENTS / "ada.log"]
+    assert found[ROOT / "backup-v2-2" / relative] == LATER[AGENTS / "ada.log"].upper()
+    assert sum("earlier migration" in fact for fact in folder.facts) == 2
+    folder.close()
+
+
+def test_what_was_set_aside_before_is_kept(disk: Disk) -> None:
+    """P8: a second folder that is set aside gets a place of its own; no file of the first is replaced."""
+    for words in (LATER, {}):
+        folder = disk.folder(3, steps={})
+        folder.open()
+        folder.close()
+        if words:
+            go_back(disk, words)
+    found = disk.content()
+    relative = (AGENTS / "ada.log").relative_to(ROOT)
+    assert found[ROOT / "aside-v1-1" / relative] == OLD[AGENTS / "ada.log"]
+    assert found[ROOT / "aside-v1" / relative] == LATER[AGENTS / "ada.log"]
+
+
+def test_beside_an_earlier_backup_a_kill_costs_nothing_either(tmp_path: Path) -> None:
+    """P3: at each operation: the earlier copies keep their name or have the new one, and are never taken for these."""
+    tried = 0
+    for crash_at in range(1, 200):
+        disk = make(LossyFileSystem(tmp_path / str(crash_at), seed=crash_at))
+        folder = disk.folder(2)
+        folder.open()
+        folder.close()
+        go_back(disk, OLD | LATER)
+        disk.fs.operations = 0
+        disk.fs.crash_at = crash_at
+        try:
+            disk.folder(2).open()
+        except SimulatedCrash:
+            tried += 1
+        else:
+            break
+        disk.fs.crash()
+        folder = disk.folder(2)
+        folder.open()
+        found = disk.content()
+        for path, data in (OLD | LATER).items():
+            assert found[path] == data.upper(), crash_at
+            assert found[ROOT / "backup-v1" / path.relative_to(ROOT)] == data, crash_at
+        for path, data in OLD.items():
+            assert found[ROOT / "backup-v1-1" / path.relative_to(ROOT)] == data, crash_at
+        folder.close()
+    assert tried > 20
