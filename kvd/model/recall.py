@@ -1,14 +1,14 @@
-"""Answers of a conversation's history as the agent holds them: what a model wrote, not what a template makes of it.
+"""What a model wrote, compared in meaning with the messages that clients send back.
 
 Theory of operation. A client sends an answer back as a message: content, reasoning, calls. Templates write such a
-message otherwise than the model did: they drop reasoning, print arguments anew, trim. So before a conversation is
-rendered, each assistant message is compared *in meaning* with the generated texts that the agent holds, in order, and
-where they are equal the agent's own text stands in its place. Equal in meaning: the same content but for white space
-around it, the same calls with equal arguments (ids do not count, JSON is compared as values), and the same reasoning,
-unless the message has none: most clients drop it. A message that is not found is rendered by the template.
+message otherwise than the model did: they drop reasoning, print arguments anew, trim. So the generated texts that an
+agent holds are read by the same reader that made the messages. A text and a message are equal in meaning when they
+have the same content but for white space around it, the same calls with equal arguments (ids do not count, JSON is
+compared as values), and the same reasoning, unless the message has none: most clients drop it. Which text stands for
+which message is `kvd.scheduler.history`'s to say: being equal is necessary, not sufficient.
 
-Meaning is read off the agent's stored text by the same reader that made the message, so nothing else need be kept, and
-it holds after a restart. Pure. May import kvd.vm.text and this package.
+Meaning is read off the agent's stored text, so nothing else need be kept, and it holds after a restart. Pure. May
+import kvd.vm.text and this package.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ class Generated:
         text: as the agent holds it.
         opening: control text directly before it.
         pieces: the text again, with the names of control tokens in between: (text, is a control token's name).
+        border: offset in bytes of the control text before it, in the branch; `start` where there is none.
+        start: offset in bytes of the text.
     """
 
     text: str
     opening: str
     pieces: tuple[tuple[str, bool], ...]
+    border: int
+    start: int
 
 
 def needs_tokens(answers: AnswerFormat, codec: TextCodec) -> bool:
@@ -57,40 +61,47 @@ def needs_tokens(answers: AnswerFormat, codec: TextCodec) -> bool:
     return any(token is not None for marker in markers for _, token in split_marker(marker, codec))
 
 
-def recall(
-    messages: Sequence[Mapping[str, Any]], held: Sequence[HeldText], answers: AnswerFormat, codec: TextCodec
-) -> dict[int, Generated]:
-    """Which assistant messages the agent holds as it wrote them.
+class Meanings:
+    """Reads generated texts, each at most once in each way. Owner: who renders one conversation.
 
     Args:
-        messages: a conversation.
-        held: the agent's branches, the present one first.
         answers: the model's markers.
         codec: its vocabulary.
-
-    Returns:
-        By index of the message; of the branch that has most of them.
+        tools: as given; some dialects have untyped values and need the schemas.
     """
-    wanted = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-    best: dict[int, Generated] = {}
-    for branch in held if wanted else ():
-        found: dict[int, Generated] = {}
-        texts = [(text, _meanings(text, answers, codec)) for text in _generated(branch, codec)]
-        at = 0
-        for index in wanted:
-            for number in range(at, len(texts)):
-                text, meanings = texts[number]
-                if any(_is_equal(meaning, messages[index]) for meaning in meanings):
-                    found[index], at = text, number + 1
-                    break
-        if len(found) > len(best):
-            best = found
-    return best
+
+    def __init__(
+        self, answers: AnswerFormat, codec: TextCodec, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        self._answers, self._codec, self._tools = answers, codec, tools
+        self._read: dict[tuple[str, tuple[tuple[str, bool], ...], bool], Answer] = {}
+
+    def is_equal(self, generated: Generated, message: Mapping[str, Any]) -> bool:
+        """Whether a message says the same: as it is, by its parts without calls, or with calls."""
+        if _is_equal(Answer(content=generated.text), message):
+            return True
+        reads_calls = bool(message.get("tool_calls"))  # calls cost most to read, and a message without has none
+        return _is_equal(self._parts(generated, reads_calls=reads_calls), message)
+
+    def _parts(self, generated: Generated, *, reads_calls: bool) -> Answer:
+        key = (generated.opening, generated.pieces, reads_calls)
+        if key not in self._read:
+            reader = AnswerReader(
+                self._answers, self._codec, opening=generated.opening, reads_calls=reads_calls, tools=self._tools
+            )
+            for piece, is_control in generated.pieces:
+                if is_control:
+                    reader.feed_control(piece)
+                else:
+                    reader.feed(piece)
+            reader.end()
+            self._read[key] = reader.answer
+        return self._read[key]
 
 
-def _generated(held: HeldText, codec: TextCodec) -> Iterator[Generated]:
-    """The generated spans of a branch."""
-    opening, start, token = "", 0, 0
+def generated_texts(held: HeldText, codec: TextCodec) -> Iterator[Generated]:
+    """The texts of a branch that a model wrote, or that a history had for them; those of no bytes left out."""
+    opening, border, start, token = "", 0, 0, 0
     offset = 0  # of the token
     for span in held.typed.spans:
         end = start + span.text_bytes
@@ -104,32 +115,16 @@ def _generated(held: HeldText, codec: TextCodec) -> Iterator[Generated]:
                 first = offset
             offset += held.token_bytes[token]
             token += 1
-        if is_answer:
+        if is_answer and end > start:
             rest = (_decoded(held.typed.data[first:end]), False)
-            yield Generated(_decoded(held.typed.data[start:end]), opening, (*pieces, rest))
-        opening = _decoded(held.typed.data[start:end]) if span.kind == "control" else ""
-        start = end
+            yield Generated(_decoded(held.typed.data[start:end]), opening, (*pieces, rest), border, start)
+        is_control = span.kind == "control"
+        opening = _decoded(held.typed.data[start:end]) if is_control else ""
+        border, start = start if is_control else end, end
 
 
 def _decoded(data: bytes) -> str:
     return data.decode(errors="replace")
-
-
-def _meanings(generated: Generated, answers: AnswerFormat, codec: TextCodec) -> list[Answer]:
-    """What a generated text may have been sent as: its parts, with calls or without, or as it is."""
-    parts = [_read(generated, answers, codec, reads_calls=reads_calls) for reads_calls in (True, False)]
-    return [Answer(content=generated.text), *parts]
-
-
-def _read(generated: Generated, answers: AnswerFormat, codec: TextCodec, *, reads_calls: bool) -> Answer:
-    reader = AnswerReader(answers, codec, opening=generated.opening, reads_calls=reads_calls)
-    for piece, is_control in generated.pieces:
-        if is_control:
-            reader.feed_control(piece)
-        else:
-            reader.feed(piece)
-    reader.end()
-    return reader.answer
 
 
 def _is_equal(answer: Answer, message: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ is in what they print for it. In the output the answer reaches from the markup t
 that closes an answer, around the mark, all of it in one run of control text; there the text that the model wrote is put
 in place. A template that prints the mark anywhere else, or something of the client's in between, is refused.
 
-Pure. May import kvd.vm.text and this package.
+Pure. May import this package.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any, Final
 
 from kvd.model.errors import TemplateRefused
 from kvd.model.recall import Generated
-from kvd.vm.text import SpanKind
-
-Piece = tuple[SpanKind, str]
+from kvd.model.rendering import Piece
 
 _PREFIX: Final = "Kv" + secrets.token_hex(12)
 """Of all marks of this process: no client can guess it."""
@@ -60,6 +58,6 @@ def in_place(pieces: list[Piece], marks: Mapping[str, Generated], closing: str) 
         end = text.find(closing, text.rfind(mark)) if closing and text.startswith(answer.opening) else -1
         if end < 0:
             raise TemplateRefused("the chat template does not show where calls begin and end")
-        put: list[Piece] = [("control", answer.opening), ("generated", answer.text), ("control", text[end:])]
+        put: list[Piece] = [("control", answer.opening), ("recalled", answer.text), ("control", text[end:])]
         pieces = [*pieces[: places[0]], *put, *pieces[places[0] + 1 :]]
     return pieces

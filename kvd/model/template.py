@@ -31,10 +31,9 @@ import datetime
 import functools
 import json
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -48,13 +47,12 @@ from kvd.model.folder import read_object
 from kvd.model.messages import Message, folded, name_results, normalise
 from kvd.model.plain_tools import with_plain_tools
 from kvd.model.recall import Generated
+from kvd.model.rendering import Piece, Rendering, assembled, behind_openings
 from kvd.model.stand_ins import in_place, is_stand_in, new_mark, stand_in
 from kvd.model.template_sandbox import BoundedEnvironment, check_size
-from kvd.model.tokenizer import TextCodec, token_text, utf8
+from kvd.model.tokenizer import TextCodec, token_text
 from kvd.model.tool_calls import PLAIN_START, ToolDialect, find_dialect, plain_dialect
-from kvd.vm.text import Span, SpanKind, TypedText
-
-Piece = tuple[SpanKind, str]
+from kvd.vm.text import SpanKind, TypedText
 
 _OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt", "documents", "_kvd_sentinels"})
 """What a template finds beside the switches that a client may set."""
@@ -73,6 +71,10 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Recalled(dict[str, Any]):
+    """A message whose content is an answer as the model wrote it."""
+
+
 class _Sentinels:
     """The strings of one rendering that stand for what a client wrote. Owner: that rendering."""
 
@@ -81,7 +83,7 @@ class _Sentinels:
         self._revealed: set[int] = set()
         self.pieces: list[Piece] = []
 
-    def hide(self, text: str, kind: SpanKind) -> str:
+    def hide(self, text: str, kind: SpanKind | Literal["recalled"]) -> str:
         """A sentinel for `text`; empty text needs none."""
         if not text:
             return ""
@@ -199,7 +201,6 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
-        recalled: Mapping[int, Generated] | None = None,
     ) -> TypedText:
         """Typed text of a conversation.
 
@@ -209,7 +210,6 @@ class ChatTemplate:
             tools: tool definitions in the OpenAI form.
             add_generation_prompt: end with the markup that opens the assistant's answer.
             variables: further switches the template knows, such as `enable_thinking`.
-            recalled: by index, assistant messages that the agent holds as the model wrote them.
 
         Returns:
             Text whose adjacent spans differ in kind.
@@ -221,7 +221,33 @@ class ChatTemplate:
             TemplateRefused: the template raised, does too much, or loses what it is given.
         """
         context = {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
-        context |= dict(variables or {})
+        return self._rendered(messages, context | dict(variables or {}), {}).typed
+
+    def render_recalled(
+        self,
+        messages: Sequence[Message],
+        recalled: Mapping[int, Generated],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendering:
+        """A conversation with answers as the model wrote them, up to where it answers next.
+
+        Args:
+            messages: as for `render`.
+            recalled: by index of the message, in order. A template that takes them in no form gets the messages.
+            tools: as for `render`.
+            variables: as for `render`.
+
+        Raises:
+            InvalidParams, InvalidText, UnsupportedFeature, TemplateRefused: as `render`.
+        """
+        context = {"tools": list(tools) if tools else None, "add_generation_prompt": True}
+        return self._rendered(messages, context | dict(variables or {}), recalled)
+
+    def _rendered(
+        self, messages: Sequence[Message], context: Mapping[str, Any], recalled: Mapping[int, Generated]
+    ) -> Rendering:
         try:
             if recalled:
                 for as_calls in (False, True):
@@ -238,7 +264,7 @@ class ChatTemplate:
         recalled: Mapping[int, Generated],
         *,
         as_calls: bool = False,
-    ) -> TypedText:
+    ) -> Rendering:
         plain = [normalise(message, index) for index, message in enumerate(messages)]
         name_results(plain)
         if "developer" not in self._tool_source:
@@ -250,7 +276,7 @@ class ChatTemplate:
                 marks[mark] = answer
                 plain[index] = stand_in(plain[index], mark)
             else:
-                plain[index] = {"role": "assistant", "content": answer.text}
+                plain[index] = _Recalled(role="assistant", content=answer.text)
         if not self.supports_tools:
             takes_system = not context["tools"] or self._takes_system
             plain = with_plain_tools(plain, context["tools"], takes_system=takes_system)
@@ -260,18 +286,7 @@ class ChatTemplate:
         pieces = self._pieces(plain, context)
         if marks:
             pieces = in_place(pieces, marks, self._closing)
-        return _typed(self._with_openings(pieces, list(recalled.values())))
-
-    def _with_openings(self, pieces: list[Piece], recalled: list[Generated]) -> list[Piece]:
-        """The pieces with recalled answers behind the markup that they were written behind."""
-        waiting = deque(recalled)
-        for number, (kind, text) in enumerate(pieces[1:], 1):
-            if kind == "generated" and waiting and text == waiting[0].text:
-                opening = waiting.popleft().opening
-                before, written = pieces[number - 1]
-                if before == "control" and self.answers.differ_in_reasoning_only(written, opening):
-                    pieces[number - 1] = ("control", opening)
-        return pieces
+        return assembled(behind_openings(pieces, recalled, self.answers) if recalled else pieces, recalled)
 
     @functools.cached_property
     def _closing(self) -> str:
@@ -314,7 +329,8 @@ class ChatTemplate:
             if all(message["content"] is not None for message in messages):
                 raise
         # some templates tell calls by a content of null, others fail on one
-        return self._pieces([{**message, "content": message["content"] or ""} for message in messages], context)
+        told = [message if message["content"] is not None else {**message, "content": ""} for message in messages]
+        return self._pieces(told, context)
 
     def _render_hidden(self, messages: Sequence[dict[str, Any]], context: Mapping[str, Any]) -> list[Piece] | None:
         """Render with sentinels; None when a message content did not come back."""
@@ -423,24 +439,10 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _kind(message: Mapping[str, Any]) -> SpanKind:
+def _kind(message: Mapping[str, Any]) -> SpanKind | Literal["recalled"]:
+    if isinstance(message, _Recalled):
+        return "recalled"
     return "generated" if message["role"] == "assistant" else "content"
-
-
-def _typed(pieces: Sequence[Piece]) -> TypedText:
-    """Pieces as typed text: empty ones dropped, neighbours of one kind joined."""
-    data = bytearray()
-    spans: list[Span] = []
-    for kind, text in pieces:
-        raw = utf8(text)
-        if not raw:
-            continue
-        data += raw
-        if spans and spans[-1].kind == kind:
-            spans[-1] = Span(kind, spans[-1].text_bytes + len(raw))
-        else:
-            spans.append(Span(kind, len(raw)))
-    return TypedText(bytes(data), tuple(spans))
 
 
 def _stored_template(folder: Path, settings: Mapping[str, Any]) -> object:

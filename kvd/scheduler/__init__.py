@@ -2,7 +2,8 @@
 
 `admission` refuses what can never fit, `agents` holds agents, branches and what their logs lack, `answering` requests
 from arrival to answer, `batch_size` the default of `--max-batch`, `chat` a chat call between its parameters
-(`chat_params`) and its turn, `branches` says how many branches an agent keeps, `commit` makes changes durable, `core`
+(`chat_params`) and its turn, `history` its prompt with answers as the agent wrote them, `branches` says how many
+branches an agent keeps, `commit` makes changes durable, `core`
 holds the engine's parts and cuts and forks branches, `disk_health` tells how the disk fares, `engine` is the thread,
 `errors` the service's errors, `exporting` and `importing` move an agent to a file and back in steps of `file_steps`,
 `generation` computes and samples, `governor` limits what is written by the minute, `inbox` shares the engine's time

@@ -1,7 +1,7 @@
 """A `chat` call between its parameters and its turn: the prompt, the mask, and typed events of what is generated.
 
 Theory of operation. What a call needs of the model's template and vocabulary is made in a worker thread (`prepare`):
-assistant messages are recalled as the agent holds them, the conversation is rendered, and where the answer must have a
+the conversation is rendered, with answers as the agent holds them (`history`), and where the answer must have a
 form, its grammar is compiled. The turn runs on the engine as any other; it gives out text and, where the model marks
 the parts of an answer by control tokens, their names. On the event loop `AnswerStream` makes typed events of both, and
 of the whole the message that the client sends back with its next call.
@@ -19,10 +19,11 @@ from kvd.errors import InvalidParams
 from kvd.model.answers import AnswerFormat, AnswerReader
 from kvd.model.grammar import GrammarCompiler
 from kvd.model.grammar_text import CallChoice, answer_grammar
-from kvd.model.recall import HeldText, needs_tokens, recall
+from kvd.model.recall import HeldText, needs_tokens
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler.core import EngineCore
+from kvd.scheduler.history import render_history
 from kvd.scheduler.params import Params
 from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.sampling import LogitsHook
@@ -88,7 +89,7 @@ class ChatCall:
         """Render, recall and compile. For a worker thread.
 
         Raises:
-            InvalidParams, UnsupportedFeature, TemplateRefused: as `ChatTemplate.render`, `answer_grammar` and
+            InvalidParams, UnsupportedFeature, TemplateRefused: as `render_history`, `answer_grammar` and
                 `GrammarCompiler.compile`.
         """
         unknown = sorted(self.variables.keys() - set(template.variables))
@@ -100,12 +101,7 @@ class ChatCall:
                 allowed=list(template.variables),
             )
         answers = template.answers
-        prompt = template.render(
-            self.messages,
-            tools=self.tools,
-            variables=self.variables,
-            recalled=recall(self.messages, held, answers, codec),
-        )
+        prompt = render_history(template, codec, self.messages, held, tools=self.tools, variables=self.variables)
         opening = _opening(prompt)
         reads_calls = self.tools is not None and self.choice.rule != "none"
         return Prepared(

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from kvd.model.answers import AnswerFormat, AnswerReader
-from kvd.model.recall import HeldText, needs_tokens, recall
+from kvd.model.continuation import continuation
+from kvd.model.recall import HeldText, needs_tokens
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
+from kvd.scheduler.history import render_history
 from kvd.vm.prefix import Match, StoredText, match
 from kvd.vm.text import Span, TypedText, joined
 from tests.support.chat_templates import ALTERNATING, TAGGED, THINKING, TURNS_ONLY
@@ -39,8 +41,7 @@ class Agent:
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> TypedText:
         """The next prompt."""
-        found = recall(messages, [self.held], self.template.answers, self.codec)
-        return self.template.render(messages, recalled=found, **options)
+        return render_history(self.template, self.codec, messages, [self.held], **options)
 
     def turn(self, messages: list[dict[str, Any]], answer: Sequence[str | int], **options: Any) -> dict[str, Any]:
         """Match, go on, answer (ids are control tokens); the message that a client gets."""
@@ -177,8 +178,8 @@ def test_markers_that_are_control_tokens_are_recalled_from_ids(make_agent: Any, 
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
     matched = agent.match(agent.prompt([*messages, message, user("b")]))
     assert (matched.kind, matched.keep_tokens) == ("extend", len(agent.ids))
-    without_ids = recall([*messages, message], [HeldText(agent.text)], agent.template.answers, tiny_codec)
-    assert without_ids == {}
+    without_ids = render_history(agent.template, tiny_codec, [*messages, message, user("b")], [HeldText(agent.text)])
+    assert agent.match(without_ids).kind == "diverge"
 
 
 def test_the_branch_that_has_most_is_recalled(make_agent: Any) -> None:
@@ -191,9 +192,148 @@ def test_the_branch_that_has_most_is_recalled(make_agent: Any) -> None:
     other.turn([user("a")], ["<think>other</think>One."])
     history = [*messages, second, user("c")]
     for held in ([other.held, agent.held], [agent.held, other.held]):
-        found = recall(history, held, agent.template.answers, agent.codec)
-        assert [found[index].text for index in sorted(found)] == ["<think>x</think>One.", "<think>z</think>Two."]
-    assert recall(history, [], agent.template.answers, agent.codec) == {}
+        prompt = render_history(agent.template, agent.codec, history, held)
+        assert generated(prompt) == ["<think>x</think>One.", "<think>z</think>Two."]
+    assert generated(render_history(agent.template, agent.codec, history, [])) == ["One.", "Two."]
+
+
+OLD, NEW = "<think>OLD</think>Done.", "<think>NEW</think>Done."
+
+
+def two_alike(agent: Agent) -> list[dict[str, Any]]:
+    """Two turns whose answers differ in hidden reasoning alone; the messages of both, as most clients send them."""
+    messages = [user("delete a.txt")]
+    for answer, question in ((OLD, "create b.txt"), (NEW, "next")):
+        messages += [as_clients_send(agent.turn(messages, [answer]), "without reasoning"), user(question)]
+    return messages
+
+
+def test_an_answer_stands_behind_what_it_was_written_behind(make_agent: Any) -> None:
+    """P17: answers that read alike are told apart by all that comes before, whatever a client did to its history.
+
+    Compaction, edits of any message, system texts in the middle: the reasoning of one turn gets into no other.
+    """
+    agent = make_agent(THINKING)
+    delete, done, create, same, after = messages = two_alike(agent)
+    assert done == same
+    nudge = {"role": "system", "content": "Take care."}
+    for history, answers in (
+        (messages, [OLD, NEW]),
+        ([create, done, after], ["Done."]),
+        ([delete, done, after], [OLD]),
+        ([delete, create, done, after], ["Done."]),
+        ([create, done, delete, done, after], ["Done.", "Done."]),
+        ([user("So far: a.txt is deleted."), *messages[2:]], ["Done."]),
+        ([delete, {"role": "assistant", "content": "Gone."}, *messages[2:]], ["Gone.", "Done."]),
+        ([delete, done, user("create c.txt"), *messages[3:]], [OLD, "Done."]),
+        ([delete, done, nudge, *messages[2:]], [OLD, "Done."]),
+        ([nudge, *messages], ["Done.", "Done."]),
+        ([delete, {**done, "reasoning_content": "NEW"}, *messages[2:]], ["Done.", "Done."]),
+        ([*messages[:4], {**same}, after], [OLD, NEW, "Done."]),
+    ):
+        assert generated(agent.prompt(history)) == answers, history
+
+
+def test_results_and_tools_are_part_of_what_comes_before(make_agent: Any) -> None:
+    """P17: another result, or other tools, and what was thought of the first ones is not put behind them."""
+    agent = make_agent(THINKING)
+    first = agent.turn([user("Weather?")], [f"<think>x</think>{CALL}"], tools=TOOLS)
+    messages = [user("Weather?"), first, result_of(first, "12 °C")]
+    messages += [agent.turn(messages, ["<think>mild</think>Fine."], tools=TOOLS), user("b")]
+    edited = [*messages[:2], result_of(first, "-30 °C"), *messages[3:]]
+    for history, tools, thoughts in ((messages, TOOLS, (1, 1)), (edited, TOOLS, (1, 0)), (messages, TOOLS * 2, (0, 0))):
+        data = agent.prompt(history, tools=tools).data
+        assert (data.count(b"<think>x"), data.count(b"<think>mild")) == thoughts
+
+
+def test_of_branches_the_one_the_prompt_goes_along_with_is_recalled(make_agent: Any) -> None:
+    """P17: each branch has an answer that reads the same; the prompt gets that of its own past, and goes on from it."""
+    agents = []
+    for question, answer in (("delete a.txt", OLD), ("create b.txt", NEW)):
+        agents.append(make_agent(THINKING))
+        agents[-1].turn([user("hi")], ["<think>hm</think>Hello."])
+        greeted = [user("hi"), {"role": "assistant", "content": "Hello."}, user(question)]
+        agents[-1].turn(greeted, [answer])
+    for held in (agents, agents[::-1]):
+        for agent, question, answer in zip(agents, ("delete a.txt", "create b.txt"), (OLD, NEW), strict=True):
+            history = [user("hi"), {"role": "assistant", "content": "Hello."}, user(question)]
+            history += [{"role": "assistant", "content": "Done."}, user("next")]
+            prompt = render_history(agent.template, agent.codec, history, [each.held for each in held])
+            assert generated(prompt) == ["<think>hm</think>Hello.", answer]
+            assert agent.match(prompt).kind == "extend"
+
+
+def test_after_an_edit_every_turn_extends_again(make_agent: Any) -> None:
+    """P13, P17: what the template made of older answers stays, and new ones stand as they were written."""
+    compacted = two_alike(make_agent(THINKING))[2:]
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    told = {"role": "assistant", "content": "Done.", "tool_calls": [call]}
+    agent = make_agent(THINKING)
+    messages = [user("So far."), told, result_of(told, "12 °C"), *compacted]
+    for answer in (OLD, NEW, "Done."):
+        messages += [as_clients_send(agent.turn(messages, [answer], tools=TOOLS), "without reasoning"), user("more")]
+        matched = agent.match(agent.prompt(messages, tools=TOOLS))
+        assert (matched.kind, matched.keep_tokens) == ("extend", len(agent.ids))
+    assert generated(agent.prompt(messages, tools=TOOLS)) == ["Done.", "Done.", OLD, NEW, "Done."]
+
+
+@pytest.mark.parametrize(
+    "answer", ["<think>half a thou", "<think>x</think>Done", "Half <b", "<think>x</think><tool_ca"]
+)
+def test_an_answer_cut_short_is_recalled(make_agent: Any, answer: str) -> None:
+    """P17: cut inside of reasoning, of text, or of a marker: it is what it is, and the next turn goes on from it."""
+    agent = make_agent(THINKING)
+    messages = [user("a")]
+    messages += [agent.turn(messages, [answer]), user("b")]
+    matched = agent.match(agent.prompt(messages))
+    assert (matched.kind, matched.keep_tokens) == ("extend", len(agent.ids))
+
+
+def test_an_injected_message_is_part_of_what_comes_before(make_agent: Any) -> None:
+    """P17: a client that knows of it goes on; one that does not gets no thoughts about it."""
+    agent = make_agent(THINKING)
+    first = agent.turn([user("a")], [OLD])
+    injected = {"role": "system", "content": "b.txt is gone."}
+    agent.text = continuation(agent.template, [injected]).after(agent.text)
+    messages = [user("a"), as_clients_send(first, "without reasoning"), injected, user("b")]
+    prompt = render_history(agent.template, agent.codec, messages, [HeldText(agent.text)])
+    assert generated(prompt) == [OLD]
+    assert prompt.data.startswith(agent.text.data)
+    agent.text = joined(prompt, TypedText(NEW.encode(), (Span("generated", len(NEW)),)))
+    messages += [messages[1], user("c")]
+    for history, answers in ((messages, [OLD, NEW]), ([*messages[:2], *messages[3:]], [OLD, "Done."])):
+        assert generated(render_history(agent.template, agent.codec, history, [HeldText(agent.text)])) == answers
+
+
+def test_where_the_first_guess_is_another_text_the_one_in_its_place_is_taken(make_agent: Any) -> None:
+    """P17: a text that the template made of a message with calls reads like a later answer without."""
+    agent = make_agent(THINKING)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    told = {"role": "assistant", "content": "Done.", "tool_calls": [call]}
+    messages = [user("So far."), told, result_of(told, "12 °C"), user("next")]
+    messages += [as_clients_send(agent.turn(messages, [OLD], tools=TOOLS), "without reasoning"), user("more")]
+    prompt = agent.prompt(messages, tools=TOOLS)
+    assert generated(prompt) == ["Done.", OLD]
+    assert agent.match(prompt).kind == "extend"
+
+
+def test_an_ordinary_turn_is_rendered_once(make_agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing costs no second rendering where the history is the agent's; elsewhere their number is bounded."""
+    agent = make_agent(THINKING)
+    messages = two_alike(agent)
+    rendered: list[Mapping[int, Any]] = []
+    render = ChatTemplate.render_recalled
+
+    def counted(self: ChatTemplate, given: Any, recalled: Mapping[int, Any], **options: Any) -> Any:
+        rendered.append(recalled)
+        return render(self, given, recalled, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render_recalled", counted)
+    agent.prompt(messages)
+    assert len(rendered) == 1
+    rendered.clear()
+    agent.prompt([user("other"), *messages[1:]])
+    assert len(rendered) == 2
 
 
 @pytest.mark.parametrize("call", ['[{"arguments":{"b":2},  "name":"weather"}]', '[{"name":"a"},{"name":"b"}]'])
@@ -271,6 +411,11 @@ def test_tools_for_a_template_that_knows_none(make_agent: Any) -> None:
     ).template.render([user("a")], tools=TOOLS)
     assert no_system.data.startswith(b"<|im_start|>user\nYou may call")
     assert no_system.data.endswith(b"\n\na<|im_end|>\n")
+
+
+def generated(typed: TypedText) -> list[str]:
+    """The answers in a prompt."""
+    return [data.decode() for kind, data in split(typed) if kind == "generated"]
 
 
 def split(typed: TypedText) -> list[tuple[str, bytes]]:

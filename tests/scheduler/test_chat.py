@@ -102,6 +102,22 @@ def test_a_round_of_tools_extends_with_all_tokens_cached(make_chats: Callable[..
             messages.append(user("And else?"))
 
 
+def test_a_compacted_history_gets_no_thoughts_of_another_turn(make_chats: Callable[..., Chats]) -> None:
+    """P17: two answers read alike; sent without what came before, neither stands as it was written elsewhere."""
+    chats = make_chats(THINKING)
+    messages = [user("delete a.txt")]
+    for thought, question in (("OLD", "create b.txt"), ("NEW", "next")):
+        chats.script(f"<think>{thought}</think>Done.")
+        said = chats.call("chat", agent="a", messages=messages, max_tokens=100)
+        assert said.message["reasoning_content"] == thought
+        messages += [{"role": "assistant", "content": "Done."}, user(question)]
+    chats.call("agent.fork", agent="a", new_agent="b")
+    for agent in ("a", "b"):
+        for history, thoughts in ((messages[2:], 0), (messages, 2)):
+            chats.call("chat", agent=agent, messages=history, max_tokens=0)
+            assert chats.engine.taken[-1].prompt.data.count(b"<think>") == thoughts
+
+
 def test_a_call_is_recalled_after_a_restart_and_in_a_fork(tmp_path: Path, codec: TextCodec) -> None:
     """P17: what is compared is the agent's own durable text, so nothing else has to be remembered."""
     messages = [user("What of the weather?")]
