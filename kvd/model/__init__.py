@@ -13,8 +13,9 @@
 - `vocabulary`, `encoders`, `tokenizer`, `incremental`: `TextCodec`, the only door between text and token ids.
 - `messages`, `template`: chat messages to typed text; `template_sandbox`: where templates run, and what they may do.
 - `plain_tools`: tools as text, for templates that know none; `tool_calls`: the forms that models write calls in.
-- `answers`: reasoning, text and calls of what is generated; `recall`: which of what a model wrote says the same as a
-  message; `rendering`: where it stands; `stand_ins`: for templates that want to see calls.
+- `answers`: reasoning, text and calls of what is generated; `call_ends`: where calls end; `recall`: which of what a
+  model wrote says the same as a message; `rendering`: where it stands; `stand_ins`: for templates that want to see
+  calls.
 - `grammar_text`: what an answer may be, as a grammar; `grammar`: the only door to llguidance, which makes masks of it.
 - `continuation`: chat messages that go on from whatever an agent holds.
 - `fingerprint`: the digest that keys every cached page.

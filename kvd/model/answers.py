@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from kvd.model.call_ends import CallEnds
 from kvd.model.tool_calls import ParsedCall, ToolDialect
 
 _OPEN, _CLOSE = "\ud800", "\ud801"
@@ -170,8 +171,9 @@ class AnswerReader:
         self._think_start, self._think_end = start, end
         self._call_start = _marked(self._dialect.start, codec) if self._dialect else ""
         self._call_end = _marked(self._dialect.end, codec) if self._dialect else ""
+        name = self._dialect.name if self._dialect else ""
+        self._ends = CallEnds(name, self._call_end, is_text=_OPEN not in self._call_end)
         self._buffer = ""
-        self._seen = 0
         self._state = "reasoning" if answers.is_thinking(opening) else "text"
         self._reasoned = self._state == "reasoning"
         self._is_begun = False
@@ -188,25 +190,28 @@ class AnswerReader:
 
     def end(self) -> list[Event]:
         """The answer is complete."""
+        events: list[Event] = []
+        while self._state == "call" and (at := self._ends.first()) >= 0:  # a broken one
+            events += [*self._call_up_to(at), *self._read()]
+        return [*events, *self._rest()]
+
+    def _rest(self) -> Iterable[Event]:
         rest, self._buffer = self._buffer, ""
         if self._state == "call":
             if self._call_end:  # cut short
-                return list(self._text(self._call_start + rest, is_last=True))
+                return self._text(self._call_start + rest, is_last=True)
             return [*self._calls(rest, self._call_start + rest), *self._text("", is_last=True)]
         if self._state == "reasoning":
-            return list(self._reasoning(rest))
-        return list(self._text(rest, is_last=True))
+            return self._reasoning(rest)
+        return self._text(rest, is_last=True)
 
     def _read(self) -> Iterable[Event]:
         while True:
             if self._state == "call":
-                at = self._buffer.find(self._call_end, self._seen) if self._call_end else -1
+                at = self._ends.find(self._buffer)
                 if at < 0:
-                    self._seen = max(0, len(self._buffer) - len(self._call_end))
                     return
-                body, self._buffer = self._buffer[:at], self._buffer[at + len(self._call_end) :]
-                self._state, self._seen = "text", 0
-                yield from self._calls(body, self._call_start + body + self._call_end)
+                yield from self._call_up_to(at)
                 continue
             if self._state == "reasoning":
                 markers = {self._think_end: "text"}
@@ -227,6 +232,12 @@ class AnswerReader:
             self._reasoned |= self._state == "reasoning"
             if self._state != "call":  # what looks like one may turn out to be text
                 self._space = ""
+
+    def _call_up_to(self, at: int) -> Iterable[Event]:
+        body, self._buffer = self._buffer[:at], self._buffer[at + len(self._call_end) :]
+        self._state = "text"
+        self._ends.restart()
+        yield from self._calls(body, self._call_start + body + self._call_end)
 
     def _reasoning(self, piece: str) -> Iterable[Event]:
         piece = _CONTROL.sub("", piece)

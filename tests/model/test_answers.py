@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.model.answers import AnswerFormat, AnswerReader, find_reasoning
+from kvd.model.call_ends import CallEnds
 from kvd.model.tool_calls import (
     _BY_TEMPLATE,
     _BY_VOCABULARY,
@@ -121,7 +122,9 @@ def test_an_answer_is_taken_apart(
     assert len(calls) == len(found.get("tool_calls", ()))  # type: ignore[arg-type]
 
 
-PARTS = st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", CALL, " ", "\n", "x", "<", "é"])
+PARTS = st.sampled_from(
+    ["<think>", "</think>", "<tool_call>", "</tool_call>", CALL, " ", "\n", "x", "<", "é", '"', "\\"]
+)
 
 
 @given(st.lists(PARTS, max_size=8), st.randoms(use_true_random=False))
@@ -135,6 +138,66 @@ def test_pieces_make_no_difference(parts: list[str], random: object) -> None:
     assert parted == whole
     for kind in ("text", "reasoning"):
         assert streamed(parted_events, kind) == streamed(events, kind)
+
+
+QWEN3_CODER = find_dialect("<tool_call>\n<function=", {})
+GLM = find_dialect("<arg_key>", {})
+HELD = 'a <tool_call>x</tool_call> \\ "q" </tool_call>'
+"""A value that holds the markers, quotes and a backslash."""
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (plain_dialect(), json.dumps({"name": "f", "arguments": {"x": HELD}})),
+        (plain_dialect(), json.dumps([{"name": "f", "arguments": {"x": HELD}}])),
+        (find_dialect("<tool_call> tool_call.name", {}), json.dumps({"name": "f", "arguments": {"x": HELD}}, indent=1)),
+        (QWEN3_CODER, f"<function=f>\n<parameter=x>\n{HELD}\n</parameter>\n</function>"),
+        (GLM, f"f\n<arg_key>x</arg_key>\n<arg_value>{HELD}</arg_value>"),
+    ],
+    ids=["plain", "list", "json", "qwen3_coder", "glm47"],
+)
+@pytest.mark.parametrize("width", [1, 5, 1000])
+def test_arguments_may_hold_the_end_marker(dialect: ToolDialect | None, body: str, width: int) -> None:
+    """P32: an agent that writes about tool calls: its call ends where it ends, and the next one is read too."""
+    assert dialect is not None
+    text = f"See:\n<tool_call>\n{body}\n</tool_call>\n<tool_call>\n{body}\n</tool_call>"
+    pieces = [text[at : at + width] for at in range(0, len(text), width)]
+    message, events = read(pieces, AnswerFormat(THINK, dialect))
+    assert message["content"] == "See:"
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"x": HELD}] * 2  # type: ignore[attr-defined]
+    assert [event["type"] for event in events if event["type"] != "text"] == ["tool_call"] * 2
+
+
+@pytest.mark.parametrize(
+    "broken", ['{"name": "f}', '{"name": "f}\n', '{"x": "\\"}', '\\"', '{"name": "f", "x": "</tool_call>}']
+)
+@pytest.mark.parametrize("width", [1, 1000])
+def test_a_broken_call_takes_no_other_with_it(broken: str, width: int) -> None:
+    """P32: a quote too few: that call is text up to its first marker, and what follows is read as ever."""
+    text = f"<tool_call>{broken}</tool_call> {CALL} and {CALL}"
+    message, events = read([text[at : at + width] for at in range(0, len(text), width)])
+    assert len(message["tool_calls"]) == 2  # type: ignore[arg-type]
+    assert str(message["content"]).startswith(f"<tool_call>{broken}</tool_call>")
+    assert streamed(events, "text") == message["content"]
+
+
+def test_where_calls_end_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken calls, as many as fit: each letter is looked at a few times, not once for each call."""
+    looked = 0
+    scan = CallEnds._scan
+
+    def counted(self: CallEnds, body: str, end: int) -> None:
+        nonlocal looked
+        before = self._scanned
+        scan(self, body, end)
+        looked += self._scanned - before
+
+    monkeypatch.setattr(CallEnds, "_scan", counted)
+    text = '<tool_call>\\"</tool_call>' * 2_000
+    message, _ = read([text])
+    assert message["content"] == text
+    assert len(text) // 2 < looked <= 2 * len(text)
 
 
 def test_a_model_without_markers_gives_its_text_unchanged() -> None:
