@@ -80,7 +80,10 @@ class Meanings:
         """Whether a message says the same: as it is, by its parts without calls, or with calls."""
         if _is_equal(Answer(content=generated.text), message):
             return True
-        reads_calls = bool(message.get("tool_calls"))  # calls cost most to read, and a message without has none
+        calls = message.get("tool_calls") or ()  # they cost most to read, and a message without has none
+        reads_calls = bool(calls)
+        if not all(_name(call) in generated.text for call in calls):
+            return False
         return _is_equal(self._parts(generated, reads_calls=reads_calls), message)
 
     def _parts(self, generated: Generated, *, reads_calls: bool) -> Answer:
@@ -134,15 +137,18 @@ def _is_equal(answer: Answer, message: Mapping[str, Any]) -> bool:
     if reasoning and str(reasoning).strip() != answer.reasoning.strip():
         return False
     calls = message.get("tool_calls") or ()
-    if not isinstance(calls, Sequence) or len(calls) != len(answer.calls):
+    if len(calls) != len(answer.calls):
         return False
-    functions = [call.get("function") if isinstance(call, Mapping) else None for call in calls]
     return all(
-        isinstance(theirs, Mapping)
-        and theirs.get("name") == ours["function"]["name"]
-        and same_arguments(str(theirs.get("arguments")), ours["function"]["arguments"])
-        for theirs, ours in zip(functions, answer.calls, strict=True)
+        _name(theirs) == ours["function"]["name"]
+        and same_arguments(str(theirs["function"].get("arguments")), ours["function"]["arguments"])
+        for theirs, ours in zip(calls, answer.calls, strict=True)
     )
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    """The function that a call of a checked message is of."""
+    return str(call["function"]["name"])
 
 
 def _content(message: Mapping[str, Any]) -> str:

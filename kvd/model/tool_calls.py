@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,10 +34,33 @@ PLAIN_START: Final = "<tool_call>"
 PLAIN_END: Final = "</tool_call>"
 
 MAX_CALL_CHARACTERS: Final = 131_072
-"""A longer call is text: mlx-lm's parsers search with patterns that may take more than linear time."""
+"""A longer call is text: mlx-lm's parsers search with patterns that take more than linear time."""
 
 MAX_JSON_CALL_CHARACTERS: Final = 1_000_000
 """The same where a call is nothing but JSON."""
+
+MAX_UNKNOWN_CALL_CHARACTERS: Final = 8_192
+"""The same for a parser that `_SEARCHES` does not know."""
+
+_SEARCHES: Final[Mapping[str, tuple[tuple[str, ...], int]]] = {
+    "function_gemma": ((r"call:\w+\{",), 16_000_000),
+    "gemma4": ((r"call:[\w-]+\{",), 1_000_000),
+    "glm47": (("<arg_key>", "</arg_key>"), 1_000_000_000),
+    "kimi_k2": ((r"<\|tool_call_begin\|>",), 256_000_000),
+    "kimi_k3": ((r"<\|open\|>",), 2_000_000),
+    "longcat": (("<longcat_arg_key>", "</longcat_arg_key>"), 1_000_000_000),
+    "minicpm5": (("<param",), 256_000_000),
+    "minimax_m2": (("<invoke|<parameter",), 256_000_000),
+    "mistral": ((), MAX_CALL_CHARACTERS),
+    "muse_spark": (("<atem:",), 4_000_000),
+    "pythonic": ((r"\[[\w.]+\(",), 256_000_000),
+    "qwen3_coder": (("<function=|<parameter=",), 256_000_000),
+}
+"""What mlx-lm's parsers search from, as patterns: from each of the first, behind each of the second, to a call's end.
+
+So a call costs its length times how often it has them. Beside each is how much of that takes about 0.1 s. Calls that
+close what they open cost less than that, so the bounds leave room: 100,000 characters in a dozen arguments are fine.
+"""
 
 _BY_TEMPLATE: Final = (
     ("minimax_m2", ("<minimax:tool_call>",)),
@@ -105,7 +130,7 @@ class ToolDialect:
             body: text between the markers, with the names of control tokens in it.
             tools: what the model was shown; some dialects have untyped values and need the schemas.
         """
-        if len(body) > (MAX_JSON_CALL_CHARACTERS if self.name in JSON_DIALECTS else MAX_CALL_CHARACTERS):
+        if not self._is_affordable(body):
             return None
         try:
             found = self.parser(body, tools)
@@ -115,6 +140,17 @@ class ToolDialect:
         calls = [_checked(entry) for entry in entries]
         good = [call for call in calls if call is not None]
         return good if good and len(good) == len(calls) else None
+
+    def _is_affordable(self, body: str) -> bool:
+        """Whether reading a body is certain to take no longer than others can wait."""
+        if self.name in JSON_DIALECTS:
+            return len(body) <= MAX_JSON_CALL_CHARACTERS
+        if self.name not in _SEARCHES:
+            return len(body) <= MAX_UNKNOWN_CALL_CHARACTERS
+        if len(body) > MAX_CALL_CHARACTERS:
+            return False
+        markers, steps = _SEARCHES[self.name]
+        return len(body) * math.prod(len(re.findall(each, body)) for each in markers) <= steps
 
 
 def find_dialect(source: str, vocabulary: Mapping[str, int], named: str | None = None) -> ToolDialect | None:

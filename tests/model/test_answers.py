@@ -16,6 +16,7 @@ from kvd.model.tool_calls import (
     _BY_TEMPLATE,
     _BY_VOCABULARY,
     MAX_CALL_CHARACTERS,
+    MAX_UNKNOWN_CALL_CHARACTERS,
     ToolDialect,
     find_dialect,
     plain_dialect,
@@ -274,8 +275,75 @@ def test_a_call_that_is_too_long_is_text() -> None:
     """Parsers of patterns may take more than linear time; JSON has room for a whole file."""
     body = json.dumps({"name": "f", "arguments": {"text": "x" * MAX_CALL_CHARACTERS}})
     assert plain_dialect().parse(body, None) is not None
-    assert ToolDialect("x", "a", "b", lambda text, tools: json.loads(text)).parse(body, None) is None
     assert plain_dialect().parse(" " * 1_000_000 + body, None) is None
+
+
+HOSTILE = {
+    "function_gemma": "call:a{",
+    "gemma4": "call:a{",
+    "glm47": "<arg_key></arg_key><arg_value>",
+    "kimi_k2": "<|tool_call_begin|>",
+    "kimi_k3": "<|open|>call",
+    "longcat": "<longcat_arg_key></longcat_arg_key><longcat_arg_value>",
+    "minicpm5": "<param name=x>",
+    "minimax_m2": "<invoke name=",
+    "mistral": "",
+    "muse_spark": "<atem:parameter ",
+    "pythonic": "[a(",
+    "qwen3_coder": "<parameter=",
+}
+"""By parser: what it searches from, and never finds the end of."""
+
+
+@pytest.mark.parametrize("name", sorted({row[0] for row in (*_BY_TEMPLATE, *_BY_VOCABULARY)} - {"json_tools"}))
+def test_a_call_that_takes_long_to_read_is_text(name: str) -> None:
+    """Such a call is given to no parser, which would hold up all chats for seconds or minutes; a short one is."""
+    given: list[int] = []
+    dialect = ToolDialect(name, "a", "b", lambda text, tools: given.append(len(text)))
+    piece = HOSTILE[name] or "a"
+    assert dialect.parse(piece * (MAX_CALL_CHARACTERS // len(piece) + 1), None) is None
+    if HOSTILE[name]:
+        assert dialect.parse(piece * (MAX_CALL_CHARACTERS // len(piece)), None) is None
+    assert given == []
+    dialect.parse(piece * 5, None)
+    assert given == [5 * len(piece)]
+
+
+def test_a_parser_that_is_not_known_gets_short_calls() -> None:
+    """Nobody has measured what long ones cost it."""
+    dialect = ToolDialect("another", "a", "b", lambda text, tools: {"name": "f", "arguments": {}})
+    assert dialect.parse("x" * MAX_UNKNOWN_CALL_CHARACTERS, None) is not None
+    assert dialect.parse("x" * (MAX_UNKNOWN_CALL_CHARACTERS + 1), None) is None
+
+
+LONG_VALUE = "if a[0] == b['c'] and not (d < e): print(f(x))" * 2_000
+OTHERS = [(f"k{number}", str(number)) for number in range(9)]
+VALUES = [*OTHERS, ("x", LONG_VALUE)]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (
+            GLM,
+            "f" + "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in VALUES),
+        ),
+        (
+            QWEN3_CODER,
+            "<function=f>" + "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in VALUES) + "</function>",
+        ),
+        (MISTRAL, json.dumps([{"name": "f", "arguments": dict(VALUES)}])),
+        (find_dialect("<|tool_call_start|>", {}), f"[f(k0='0', x={LONG_VALUE!r})]"),
+        (find_dialect("<|tool_call><tool_call|>", {}), f'call:f{{k0:<|"|>0<|"|>,x:<|"|>{LONG_VALUE}<|"|>}}'),
+    ],
+    ids=["glm47", "qwen3_coder", "mistral", "pythonic", "gemma4"],
+)
+def test_a_call_that_writes_a_long_file_is_read(dialect: ToolDialect | None, body: str) -> None:
+    """P32: agents write files: a value of 90,000 characters of code beside others comes out as it went in."""
+    assert dialect is not None
+    (call,) = dialect.parse(body, None) or ()
+    assert json.loads(call.arguments)["x"] == LONG_VALUE
+    assert "k0" in json.loads(call.arguments)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError, RecursionError, SyntaxError, AttributeError, MemoryError])

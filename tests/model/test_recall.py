@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -315,6 +316,27 @@ def test_where_the_first_guess_is_another_text_the_one_in_its_place_is_taken(mak
     prompt = agent.prompt(messages, tools=TOOLS)
     assert generated(prompt) == ["Done.", OLD]
     assert agent.match(prompt).kind == "extend"
+
+
+def test_calls_are_read_where_a_message_has_them_only(make_agent: Any) -> None:
+    """Reading calls costs most of all: texts of other functions, and messages without calls, cost none of it."""
+    agent = make_agent(THINKING)
+    messages = [user("Weather?")]
+    message = agent.turn(messages, [CALL], tools=TOOLS)
+    messages += [message, result_of(message, "12 °C"), user("b")]
+    read: list[str] = []
+    dialect = agent.template.answers.tools
+
+    def parser(body: str, tools: Any) -> Any:
+        read.append(body)
+        return dialect.parser(body, tools)
+
+    agent.template.__dict__["answers"] = AnswerFormat(None, replace(dialect, parser=parser))
+    other = {**message, "tool_calls": [{**message["tool_calls"][0], "function": {"name": "clock", "arguments": "{}"}}]}
+    for answer, times in ((message, 1), ({"role": "assistant", "content": "Dry."}, 0), (other, 0)):
+        read.clear()
+        agent.prompt([messages[0], answer, *messages[2:]], tools=TOOLS)
+        assert len(read) == times
 
 
 def test_an_ordinary_turn_is_rendered_once(make_agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
