@@ -3,8 +3,12 @@
 Theory of operation. A notification is a hint that a file is worth a look, never a fact: systems merge them, deliver
 them late (FSEvents) or lose some (a full inotify queue), and our own writes cause them, too. So names are collected,
 left alone for `SETTLE_S`, and handed on; whether a file is as it was written is for the swap thread to find out, in the
-order of its own changes (`CheckPagesOp`). A folder that goes away is a look at all pages in it. What no notification
-told is found when the page is read: every read verifies every byte.
+between its own changes (`CheckPagesOp`). A folder that goes away is a look at all pages in it. What no notification told
+is found when the page is read: every read verifies every byte.
+
+The swap folder itself may be away for a moment: a disk that is not mounted, somebody who renames. That says nothing of
+pages, so nothing is handed on while it is away. When a folder has the name again it is watched, since the notifications
+of the one before ended, and all its pages are looked at.
 
 A system that will not watch (its limit of watches is used up, a network disk) costs nothing but the early notice.
 
@@ -90,7 +94,8 @@ class FolderWatch(FileSystemEventHandler):
         self._make_observer = make_observer
         self._clock = clock
         self._observer: BaseObserver | None = None
-        self._identity: tuple[int, int] | None = None
+        self._identity: tuple[int, int] | None = None  # of the folder that is watched, also while it is away
+        self._is_away = False
         self._lock = threading.Lock()
         self._pages: dict[str, float] = {}  # when they were last heard of
         self._folders: dict[str, float] = {}
@@ -127,11 +132,20 @@ class FolderWatch(FileSystemEventHandler):
         """Report what has settled, and look after the watch itself; called every now and then."""
         now_s = self._clock()
         with self._lock:
+            has_settled = _settled(self._pages, now_s) or _settled(self._folders, now_s)
+        is_due = now_s - self._looked_s >= ROOT_EVERY_S
+        if not (has_settled or is_due):
+            return
+        identity = self._identity_now()
+        if identity is None:
+            self._is_away = True
+            return
+        with self._lock:
             pages = _take_settled(self._pages, now_s)
             folders = _take_settled(self._folders, now_s)
-        if now_s - self._looked_s >= ROOT_EVERY_S:
+        if is_due or self._is_away:
             self._looked_s = now_s
-            if self._identity_now() != self._identity:
+            if self._is_away or identity != self._identity:
                 self._unwatch()
                 self._watch()
                 folders = frozenset(f"{number:02x}" for number in range(256))
@@ -143,9 +157,11 @@ class FolderWatch(FileSystemEventHandler):
             self.hand_on()
 
     def _watch(self) -> None:
-        self._identity = self._identity_now()
-        if self._identity is None:
+        identity = self._identity_now()
+        self._is_away = identity is None
+        if identity is None:
             return  # made again with the next page that is written, and then watched again
+        self._identity = identity
         observer = self._make_observer()
         try:
             observer.schedule(self, str(self._folder), recursive=True, event_filter=_WATCHED)
@@ -175,9 +191,14 @@ class FolderWatch(FileSystemEventHandler):
         return found.st_dev, found.st_ino
 
 
+def _settled(names: dict[str, float], now_s: float) -> frozenset[str]:
+    """Names that nothing was heard of for a while."""
+    return frozenset(name for name, heard_s in names.items() if now_s - heard_s >= SETTLE_S)
+
+
 def _take_settled(names: dict[str, float], now_s: float) -> frozenset[str]:
-    """Remove and return names that nothing was heard of for a while."""
-    settled = frozenset(name for name, heard_s in names.items() if now_s - heard_s >= SETTLE_S)
+    """Remove and return those."""
+    settled = _settled(names, now_s)
     for name in settled:
         del names[name]
     return settled

@@ -128,15 +128,24 @@ def test_other_names_are_nobodys_business(desk: Desk) -> None:
     assert not desk.reports
 
 
-def test_a_folder_that_is_replaced_is_watched_again(desk: Desk) -> None:
-    """Whoever removes the whole folder ends the notifications: the new one is watched, and everything looked at."""
+@pytest.mark.parametrize("comes_back", ["itself", "another"])
+def test_a_folder_that_is_away_is_no_news_until_it_is_back(desk: Desk, comes_back: str) -> None:
+    """P4: nothing is said of pages while it is away, whatever was told of them; then it is watched, and all looked at."""
     assert len(desk.observers) == 1
-    desk.folder.rename(desk.folder.with_name("away"))
+    away = desk.folder.with_name("away")
+    desk.folder.rename(away)
+    desk.tell(FileDeletedEvent(desk.page("a")[1]), DirDeletedEvent(str(desk.folder / "3f")))
+    for _ in range(3):
+        desk.pass_time(ROOT_EVERY_S)
+    assert not desk.reports
+    if comes_back == "itself":
+        away.rename(desk.folder)
+    else:
+        desk.folder.mkdir()
     desk.pass_time(ROOT_EVERY_S)
-    assert not desk.watch.is_watching
-    assert len(desk.reports[-1][1]) == 256
-    desk.folder.mkdir()
-    desk.pass_time(ROOT_EVERY_S)
+    ((pages, folders),) = desk.reports
+    assert pages == {desk.page("a")[0]}
+    assert len(folders) == 256
     assert desk.watch.is_watching
     assert desk.observers[0].stopped
     assert desk.observers[-1].paths == [str(desk.folder)]
