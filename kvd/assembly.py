@@ -51,9 +51,6 @@ from kvd.vm.budget import FLIGHT_SHARE
 from kvd.vm.eviction import POLICIES
 from kvd.vm.pager import Pager
 
-CHECKED_AT_ONCE = 16
-"""Page files that are verified between two other operations, when somebody else may have changed them."""
-
 MISSING_PAGES_NAMED = 10
 """Missing pages that the log names; the others are counted."""
 
@@ -363,13 +360,9 @@ def _default_batch(core: EngineCore) -> int:
 
 
 def _submit_checks(swap: SwapThread, page_ids: frozenset[str], folders: frozenset[str]) -> None:
-    """Let the swap thread look at page files, a few at a time: commits come in between."""
+    """Let the swap thread look at page files when it has nothing else to do."""
     with contextlib.suppress(Draining):
-        names = sorted(page_ids)
-        for start in range(0, len(names), CHECKED_AT_ONCE):
-            swap.submit(CheckPagesOp(frozenset(names[start : start + CHECKED_AT_ONCE])))
-        for each in sorted(folders):
-            swap.submit(CheckPagesOp(frozenset(), frozenset({each})))
+        swap.submit(CheckPagesOp(page_ids, folders))
 
 
 def _write_nothing(path: Path, data: bytes) -> None:

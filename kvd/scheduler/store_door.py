@@ -27,6 +27,7 @@ from kvd.store.swap_ops import (
     DeletePageOp,
     FileStepOp,
     GiveUpPagesOp,
+    PagesChecked,
     ReadPageOp,
     ReadTailOp,
     StoreHands,
@@ -220,8 +221,8 @@ class StoreDoor:
             case GiveUpPagesOp():
                 self._giving_up.pop(0)(result)
             case CheckPagesOp():
-                if isinstance(result.value, tuple) and result.value:
-                    self._taker.copies_lost(result.value)
+                if isinstance(result.value, PagesChecked) and result.value.bad:
+                    self._taker.copies_lost(result.value.bad)
             case FileStepOp():
                 self._steps.pop(result.op)(result)
             case SwapBroken(reason):

@@ -136,6 +136,7 @@ class _Recovery:
             logs=self.logs,
             pages=self.pages,
             file_bytes=self.file_bytes,
+            file_times={page_id: scan.times[page_id] for page_id in self.pages},
             missing_pages=self.missing,
             unknown_formats=tuple(sorted(self.unknown)),
             orphans=tuple(self.orphans),

@@ -45,7 +45,7 @@ class RecoveryReport:
         agents: every agent whose log was read and has at least one good record.
         logs: where each agent's log stands; what `SwapStore` continues.
         pages: header of every page that has a durable file and is named by a log.
-        file_bytes: length of those files.
+        file_bytes: length of those files; `file_times` when they were changed last, seconds since the epoch.
         missing_pages: pages that a log names and that cannot be served, with the reason.
         unknown_formats: (group, format_id) of pages that no layout is known for; their files stay.
         orphans: page files that no log names: deleted (or put aside, or kept, see the module).
@@ -71,6 +71,7 @@ class RecoveryReport:
     logs: dict[AgentRef, LogScan]
     pages: dict[PageId, PageHeader]
     file_bytes: dict[PageId, int]
+    file_times: dict[PageId, float]
     missing_pages: dict[PageId, str]
     unknown_formats: tuple[tuple[int, str], ...]
     orphans: tuple[PageId, ...]
@@ -118,6 +119,7 @@ EMPTY_REPORT: Final = RecoveryReport(
     logs={},
     pages={},
     file_bytes={},
+    file_times={},
     missing_pages={},
     unknown_formats=(),
     orphans=(),

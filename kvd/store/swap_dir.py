@@ -30,12 +30,14 @@ class SwapScan:
 
     Attributes:
         pages: length in bytes of every file that is named like a page and lies where it belongs.
+        times: when each of them was changed last, seconds since the epoch.
         temp_files: files that were being written when the last process died.
         foreign_files: everything else; counted, never touched.
         total_bytes: length of all of them.
     """
 
     pages: dict[PageId, int]
+    times: dict[PageId, float]
     temp_files: tuple[Path, ...]
     foreign_files: tuple[Path, ...]
     total_bytes: int
@@ -124,6 +126,7 @@ class SwapDir:
     def scan(self) -> SwapScan:
         """List every file under the swap folder. A missing folder is an empty one."""
         pages: dict[PageId, int] = {}
+        times: dict[PageId, float] = {}
         temp_files: list[Path] = []
         foreign: list[Path] = []
         root = self._folder.swap_folder(self._fingerprint)
@@ -134,12 +137,13 @@ class SwapDir:
             is_at_home = page_id is not None and folder.name == page_id[:2] and folder.parent == root
             if page_id is not None and is_at_home and not found.is_special:
                 pages[page_id] = found.file_bytes
+                times[page_id] = found.mtime_s
             elif is_temp_name(name):
                 temp_files.append(folder / name)
             else:
                 foreign.append(folder / name)
         total_bytes = sum(found.file_bytes for _, _, found in files)
-        return SwapScan(pages, tuple(temp_files), tuple(foreign), total_bytes)
+        return SwapScan(pages, times, tuple(temp_files), tuple(foreign), total_bytes)
 
 
 def _files(fs: FileSystem, folder: Path) -> list[tuple[Path, str, FileStat]]:

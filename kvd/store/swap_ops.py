@@ -79,10 +79,12 @@ class DeletePageOp:
 
 @dataclass(frozen=True, slots=True)
 class CheckPagesOp:
-    """See whether files of known pages still are what was written; `SwapResult.value`: ids of those that are not.
+    """See whether files of known pages still are what was written; `SwapResult.value` is a `PagesChecked`.
 
     A file that is as it was left is not read. Others are read and verified; bad ones go to quarantine, and those pages
-    are not durable any more. What the disk refuses to read proves nothing.
+    are not durable any more. What the disk refuses to read proves nothing, nor does a swap folder that is away.
+
+    One answer speaks of a few pages and names the rest, which the swap thread goes on with when nothing else is to do.
 
     Attributes:
         page_ids: pages to look at; those that are not known are passed over.
@@ -91,6 +93,23 @@ class CheckPagesOp:
 
     page_ids: frozenset[str]
     folders: frozenset[str] = frozenset()
+
+    def and_also(self, other: CheckPagesOp) -> CheckPagesOp:
+        """A look at all that both mean."""
+        return CheckPagesOp(self.page_ids | other.page_ids, self.folders | other.folders)
+
+
+@dataclass(frozen=True, slots=True)
+class PagesChecked:
+    """What a step of a look at page files found.
+
+    Attributes:
+        bad: pages without a good file.
+        rest: what was not looked at yet; None when that is all.
+    """
+
+    bad: tuple[PageId, ...] = ()
+    rest: CheckPagesOp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +259,8 @@ class SwapResult:
         payload: page (a view into its file's bytes) or tail, for reads that succeeded.
         image: the agent afterwards, for records and compactions that succeeded.
         facts: what else happened and belongs into the log (quarantined files, recreated folders, a new catalog).
-        value: what a `FileStepOp` returned, a `WakeLogOp` says, a `CheckPagesOp` found, or a `GiveUpPagesOp` counted.
+        value: what a `FileStepOp` returned, a `WakeLogOp` says, a `CheckPagesOp` found (`PagesChecked`), or a
+            `GiveUpPagesOp` counted.
     """
 
     op: SwapOp | SwapBroken
@@ -327,6 +347,7 @@ __all__ = [
     "FileStepOp",
     "FlushOp",
     "GiveUpPagesOp",
+    "PagesChecked",
     "ReadFigures",
     "ReadPageOp",
     "ReadTailOp",

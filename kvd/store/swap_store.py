@@ -44,6 +44,7 @@ from kvd.store.swap_ops import (
     FileStepOp,
     FlushOp,
     GiveUpPagesOp,
+    PagesChecked,
     ReadFigures,
     ReadPageOp,
     ReadTailOp,
@@ -58,8 +59,18 @@ from kvd.store.swap_ops import (
 _DOOMED_PAGES: Final = 256
 """Deleted pages whose files may wait for one common commit of their rows."""
 
+LOOKED_FILES: Final = 256
+"""Page files that one step of a look asks the disk about."""
+
+LOOKED_BYTES: Final = 16 << 20
+"""Bytes of page files that one step of a look reads, but for one file: tens of milliseconds."""
+
 T = TypeVar("T")
 OpT = TypeVar("OpT", bound=SwapOp)
+
+
+class _FolderAway(Exception):
+    """There is no swap folder: what is not there says nothing of a page."""
 
 
 class SwapStore:
@@ -98,7 +109,10 @@ class SwapStore:
         self._beside = SwapDir(folder, fingerprint, fs, self._buffers)  # for readers: the meter is one thread's
         self._pages: dict[PageId, PageHeader] = dict(recovered.pages)
         self._file_bytes: dict[PageId, int] = dict(recovered.file_bytes)
-        self._left_as: dict[PageId, tuple[int, float]] = {}  # length and time of change of files that are known good
+        self._left_as = {  # length and time of change of files that are as this process found, wrote or verified them
+            page_id: (recovered.file_bytes[page_id], time_s) for page_id, time_s in recovered.file_times.items()
+        }
+        self._vanished: set[PageId] = set()  # with the folder, and nobody was told yet
         self._doomed: dict[str, None] = {}
         self._layouts = layouts
         self._logs = LogBook(folder, fingerprint, self._fs, layouts, full_groups, recovered, self._facts.append)
@@ -341,6 +355,7 @@ class SwapStore:
             raise
         if known is None:  # its header could not be read at start; now every byte of it was
             self._know_page(op.expected, file_bytes_for(op.expected, op.layout))
+            self._note_left(page_id)
         self._counts["pages_read"] += 1
         return payload
 
@@ -426,36 +441,62 @@ class SwapStore:
         self._usage.recount()
         return len(known)
 
-    def _check_pages(self, op: CheckPagesOp) -> tuple[PageId, ...]:
-        wanted = {PageId(page_id) for page_id in op.page_ids}
-        if op.folders:
-            wanted |= {page_id for page_id in self._pages if page_id[:2] in op.folders}
-        bad = []
-        for page_id in sorted(wanted):
-            header = self._pages.get(page_id)
-            layout = None if header is None else self._layouts(header.group, header.format_id)
-            if header is None or layout is None or self._is_as_left(page_id):
-                continue
+    def _check_pages(self, op: CheckPagesOp) -> PagesChecked:
+        known = self._pages.keys() | self._vanished
+        wanted = known & op.page_ids
+        folders = sorted(op.folders)
+        while folders and len(wanted) < LOOKED_FILES:
+            folder = folders.pop()
+            wanted |= {page_id for page_id in known if page_id.startswith(folder)}
+        bad: list[PageId] = []
+        left = sorted(wanted, reverse=True)
+        looked_files = looked_bytes = 0
+        while left and looked_files < LOOKED_FILES and looked_bytes < LOOKED_BYTES:
+            page_id = left.pop()
+            looked_files += 1
             try:
-                self._read_page(ReadPageOp(header, layout))
-            except (PageMissing, PageCorrupt):
-                bad.append(page_id)
+                is_good, read_bytes = self._check_page(page_id)
+            except _FolderAway:
+                self._facts.append("the swap folder is away: nothing is said of its pages until it is back")
+                return PagesChecked(tuple(bad))
             except OSError as error:
-                self._facts.append(f"page {page_id} changed and cannot be read now: {error}")
-            else:
-                self._note_left(page_id)
+                self._facts.append(f"page {page_id} may have changed and cannot be read now: {error}")
+                continue
+            looked_bytes += read_bytes
+            if not is_good:
+                bad.append(page_id)
         if bad:
             self._usage.recount()
-        return tuple(bad)
+        rest = CheckPagesOp(frozenset(left), frozenset(folders)) if left or folders else None
+        return PagesChecked(tuple(bad), rest)
+
+    def _check_page(self, page_id: PageId) -> tuple[bool, int]:
+        """Whether a page has a good file, and how many bytes it took to tell."""
+        header = self._pages.get(page_id)
+        if header is None:
+            self._vanished.discard(page_id)
+            return False, 0
+        layout = self._layouts(header.group, header.format_id)
+        found = self._fs.stat(self._swap.path(page_id))
+        if found is None and self._fs.stat(self._folder.swap_folder(self._fingerprint)) is None:
+            raise _FolderAway
+        left_as = None if found is None else (found.file_bytes, found.mtime_s)
+        if layout is None or (left_as is not None and left_as == self._left_as.get(page_id)):
+            return True, 0
+        try:
+            payload = self._read_page(ReadPageOp(header, layout))
+        except PageMissing:
+            return False, 0
+        except PageCorrupt:
+            return False, 0 if found is None else found.file_bytes
+        if left_as is not None:
+            self._left_as[page_id] = left_as
+        return True, len(payload)
 
     def _note_left(self, page_id: PageId) -> None:
         found = self._fs.stat(self._swap.path(page_id))
         if found is not None:
             self._left_as[page_id] = (found.file_bytes, found.mtime_s)
-
-    def _is_as_left(self, page_id: PageId) -> bool:
-        found = self._fs.stat(self._swap.path(page_id))
-        return found is not None and self._left_as.get(page_id) == (found.file_bytes, found.mtime_s)
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
@@ -473,12 +514,14 @@ class SwapStore:
     def _know_page(self, header: PageHeader, file_bytes: int) -> None:
         self._pages[header.page_id] = header
         self._file_bytes[header.page_id] = file_bytes
+        self._vanished.discard(header.page_id)
         self._catalog.put_page(header, file_bytes)
 
     def _forget_page(self, page_id: PageId) -> None:
         self._pages.pop(page_id, None)
         self._file_bytes.pop(page_id, None)
         self._left_as.pop(page_id, None)
+        self._vanished.discard(page_id)
         self._catalog.drop_pages([page_id])
 
     def _admit(self, wanted_bytes: int, *, kept_bytes: int = 0) -> None:
@@ -519,6 +562,8 @@ class SwapStore:
         for page_id in lost_pages:
             self._pages.pop(page_id, None)
             self._file_bytes.pop(page_id, None)
+            self._left_as.pop(page_id, None)
+        self._vanished.update(lost_pages)  # told by the next look at them, which a new folder causes
         lost_logs = self._logs.forget_lost()
         self._facts.append(
             f"data folder vanished and was made again: lost {len(lost_pages)} pages, {len(lost_logs)} logs"

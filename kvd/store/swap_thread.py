@@ -10,6 +10,9 @@ leaves most of an SSD idle; nobody waits for a flush to end. They know bytes onl
 that is missing, wrong, refused or unknown) is left to the swap thread, which reads again and keeps the books. Tails and
 steps of exports are the swap thread's, before its next change.
 
+Looks at page files that somebody else may have changed are nobody's request: what was asked for is merged, and a step of
+it is made when nothing at all is queued or being read. A close makes no more of them.
+
 Faults of the disk are answers; a bug in the thread itself ends it with one last answer, `SwapBroken`.
 
 May import kvd.errors and siblings of kvd.store.
@@ -35,6 +38,7 @@ from kvd.store.swap_ops import (
     FileStepOp,
     FlushOp,
     GiveUpPagesOp,
+    PagesChecked,
     ReadFigures,
     ReadPageOp,
     ReadTailOp,
@@ -91,7 +95,8 @@ class _Read:
 class SwapThread:
     """Owns the durable state of one model from `start` to `close`.
 
-    `submit` may be called from any thread; each operation is answered once, by `deliver` on one of its threads.
+    `submit` may be called from any thread; each operation is answered once, by `deliver` on one of its threads. Looks at
+    page files (`CheckPagesOp`) are answered step by step, several of them together, or not at all once it closes.
 
     Args:
         store: carries operations out; its owner is the swap thread from here on.
@@ -105,6 +110,7 @@ class SwapThread:
         self._ordered: deque[SwapOp] = deque()
         self._reads: deque[_Read] = deque()  # waiting; those of pages go to the readers
         self._left: deque[_Read] = deque()  # page reads that a reader could not settle
+        self._looks: CheckPagesOp | None = None  # at page files, still to be made
         self._open_reads: dict[Subject, list[_Read]] = {}  # all that have no answer yet
         self._submitted = 0  # ordered operations ever submitted; the first has number 1
         self._finished = 0  # ordered operations done
@@ -134,7 +140,9 @@ class SwapThread:
         with self._changed:
             if self._closing:
                 raise Draining("The store is closing and takes no more operations.")
-            if isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
+            if isinstance(op, CheckPagesOp):
+                self._look_at(op)
+            elif isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
                 read = _Read(op, self._last_change.get(_subject(op), 0))
                 self._reads.append(read)
                 self._open_reads.setdefault(_subject(op), []).append(read)
@@ -182,8 +190,13 @@ class SwapThread:
     def _run(self) -> None:
         try:
             while (op := self._take()) is not None:
-                self._answer(self._store.perform(op))
-                if not isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
+                result = self._store.perform(op)
+                self._answer(result)
+                if isinstance(op, CheckPagesOp):
+                    if isinstance(result.value, PagesChecked) and result.value.rest is not None:
+                        with self._changed:
+                            self._look_at(result.value.rest)
+                elif not isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
                     with (
                         self._changed
                     ):  # only now may readers go on that waited for it: their answers come after its own
@@ -224,9 +237,19 @@ class SwapThread:
             return op
         self._store.idle()
         with self._changed:
-            while (op := self._next()) is None and not (self._closing and not self._open_reads):
+            while (op := self._next() or self._next_look()) is None and not (self._closing and not self._open_reads):
                 self._changed.wait()
         return op
+
+    def _look_at(self, op: CheckPagesOp) -> None:
+        self._looks = op if self._looks is None else self._looks.and_also(op)
+
+    def _next_look(self) -> CheckPagesOp | None:
+        """A look, if nothing else is to do: nothing that waits, and no reader at work."""
+        if self._closing or self._ordered or self._open_reads:
+            return None
+        looks, self._looks = self._looks, None
+        return looks
 
     def _next(self) -> SwapOp | None:
         read = self._left.popleft() if self._left else self._next_read(for_readers=False)

@@ -12,6 +12,7 @@ from kvd.store.swap_ops import (
     FileStepOp,
     FlushOp,
     GiveUpPagesOp,
+    PagesChecked,
     ReadPageOp,
     ReadTailOp,
     SwapOp,
@@ -52,7 +53,10 @@ class InlineSwap:
                 break
             earlier.add(subject(op))
         self.queue.remove(chosen)
-        self._deliver(self._store.perform(chosen))
+        result = self._store.perform(chosen)
+        self._deliver(result)
+        if isinstance(result.value, PagesChecked) and result.value.rest is not None:
+            self.queue.append(result.value.rest)
         return True
 
     def statistics(self) -> SwapStatistics:

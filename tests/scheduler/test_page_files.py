@@ -74,18 +74,52 @@ def test_own_writes_and_unchanged_files_cost_no_reading(world: World) -> None:
 
 
 def test_after_a_restart_a_touched_page_is_verified_once(make_world: Callable[..., World]) -> None:
-    """Of files found at start only their length is known: the first notification has them read, and no more."""
+    """P26: files are as the start found them until somebody touches one: that one is read, once; the others never."""
     world = make_world()
     world.generate("a", text_of(40))
     world.settle()
     world.crash(lossy=False)
-    pages = world.page_ids("a")
-    look(world, pages)
-    read = int(str(statistics(world.core)["bytes_read"]))
-    assert read > 0
-    look(world, pages)
-    assert statistics(world.core)["bytes_read"] == read
+    pages, everything = world.page_ids("a"), frozenset(f"{number:02x}" for number in range(256))
+    look(world, pages, everything)
+    assert statistics(world.core)["bytes_read"] == 0
+    path = world.page_path(pages[0])
+    data = world.fs.read(path)
+    world.fs.poke(path, data)
+    for _ in range(2):
+        look(world, pages, everything)
+        assert statistics(world.core)["bytes_read"] == len(data)
     assert not world.events("page_files_lost")
+
+
+def test_a_swap_folder_that_is_away_for_a_moment_costs_nothing(world: World) -> None:
+    """P4: a disk that is not mounted says nothing of pages, in RAM or not; with the folder everything is back."""
+    world.generate("a", text_of(40))
+    world.job("evict", "a")
+    text, computed = world.text("a"), world.agent("a").branch.computed
+    folder = world.folder.swap_folder(world.spec.fingerprint)
+    away = folder.with_name("away")
+    world.fs.rename(folder, away)
+    look(world, world.page_ids("a"), frozenset(f"{number:02x}" for number in range(256)))
+    assert not world.events("page_files_lost")
+    assert any("away" in str(facts["fact"]) for facts in world.events("store"))
+    world.fs.rename(away, folder)
+    turn = world.generate("a", text + " on", max_tokens=1).turn
+    assert turn.cached_tokens == computed
+    assert "lost" not in turn.match_reason
+
+
+def test_pages_that_went_with_the_folder_are_written_again_once_there_is_another(world: World) -> None:
+    """P4 P8: the next write makes the folder anew; the look that a new folder causes finds what went with the old."""
+    world.generate("a", text_of(40), max_tokens=1)
+    world.settle()
+    pages = world.page_ids("a")
+    world.fs.remove_tree(world.folder.swap_folder(world.spec.fingerprint))
+    world.generate("b", "other " + text_of(33), max_tokens=1)
+    look(world, (), frozenset(f"{number:02x}" for number in range(256)))
+    (event,) = world.events("page_files_lost")
+    assert event["pages"] >= len(pages)
+    world.settle()
+    assert all(world.fs.stat(world.page_path(page)) is not None for page in pages)
 
 
 def test_a_page_of_nobody_is_passed_over(world: World) -> None:

@@ -14,10 +14,12 @@ from kvd.store.errors import PageMissing
 from kvd.store.fs_meter import MeteredFileSystem
 from kvd.store.swap_ops import (
     AppendRecordOp,
+    CheckPagesOp,
     CompactLogOp,
     DeleteLogOp,
     DeletePageOp,
     FlushOp,
+    PagesChecked,
     ReadPageOp,
     ReadTailOp,
     SwapBroken,
@@ -263,6 +265,52 @@ def test_closing_waits_for_reads_that_are_under_way(desk: Desk) -> None:
     assert not closing.is_alive()
     answered = [type(result.op) for result in desk.results if not isinstance(result.op, FlushOp)]
     assert answered == [WritePageOp, ReadPageOp, ReadPageOp, DeletePageOp]
+
+
+def test_looks_at_page_files_come_after_everything_and_in_steps(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8: somebody touched every file; commits and deletions that come later do not wait for thousands of reads."""
+    monkeypatch.setattr("kvd.store.swap_store.LOOKED_FILES", 1)
+    written = [page_op("a", number) for number in range(3)]
+    for op in written:
+        desk.thread.submit(op)
+    desk.done()
+    bad = written[1].header.page_id
+    path = desk.folder.page_path(FINGERPRINT, bad)
+    path.write_bytes(path.read_bytes()[:-1])
+    held, later = page_op("b"), [page_op("c"), page_op("d")]
+    desk.hold(held)
+    desk.thread.submit(CheckPagesOp(frozenset(op.header.page_id for op in written)))
+    desk.thread.submit(CheckPagesOp(frozenset({bad, "f" * 32}), frozenset(f"{number:02x}" for number in range(256))))
+    for op in later:
+        desk.thread.submit(op)
+    desk.fs.open.set()
+    pages = len(written) + 1 + len(later)
+    desk.until(len(desk.results) + 1 + len(later) + pages)
+    results = [result for result in desk.results if not isinstance(result.op, FlushOp)][len(written) :]
+    assert [result.op for result in results[: 1 + len(later)]] == [held, *later]
+    found = [result.value for result in results[1 + len(later) :]]
+    assert len(found) == pages, "one page a step, each page once"
+    assert [each.bad for each in found if isinstance(each, PagesChecked) and each.bad] == [(bad,)]
+
+
+def test_looks_wait_for_readers_and_end_with_the_thread(desk: Desk) -> None:
+    """P2: a page that somebody waits for comes first; a stop does not wait for a look at all files."""
+    write = page_op("a")
+    desk.thread.submit(write)
+    desk.done()
+    desk.hold_reads(read_op(write), running=1)
+    desk.thread.submit(CheckPagesOp(frozenset({write.header.page_id})))
+    desk.thread.submit(page_op("b"))
+    desk.until(len(desk.results) + 1)
+    assert not [result for result in desk.results if isinstance(result.op, CheckPagesOp)]
+    closing = threading.Thread(target=desk.thread.close)
+    closing.start()
+    with desk.thread._changed:
+        assert desk.thread._changed.wait_for(lambda: desk.thread._closing, 20)
+    desk.fs.reads_open.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert not [result for result in desk.results if isinstance(result.op, CheckPagesOp)]
 
 
 def test_a_tail_read_waits_for_its_agents_records(desk: Desk) -> None:
