@@ -2,9 +2,9 @@
 
 Theory of operation. A notification is a hint that a file is worth a look, never a fact: systems merge them, deliver
 them late (FSEvents) or lose some (a full inotify queue), and our own writes cause them, too. So names are collected,
-left alone for `SETTLE_S`, and handed on; whether a file is as it was written is for the swap thread to find out, in the
-between its own changes (`CheckPagesOp`). A folder that goes away is a look at all pages in it. What no notification told
-is found when the page is read: every read verifies every byte.
+left alone for `SETTLE_S`, and handed on; whether a file is as it was written is for the swap thread to find out,
+between its own changes (`CheckPagesOp`). A folder that goes away is a look at all pages in it. What no notification
+told is found when the page is read: every read verifies every byte.
 
 The swap folder itself may be away for a moment: a disk that is not mounted, somebody who renames. That says nothing of
 pages, so nothing is handed on while it is away. When a folder has the name again it is watched, since the notifications

@@ -10,8 +10,8 @@ leaves most of an SSD idle; nobody waits for a flush to end. They know bytes onl
 that is missing, wrong, refused or unknown) is left to the swap thread, which reads again and keeps the books. Tails and
 steps of exports are the swap thread's, before its next change.
 
-Looks at page files that somebody else may have changed are nobody's request: what was asked for is merged, and a step of
-it is made when nothing at all is queued or being read. A close makes no more of them.
+Looks at page files that somebody else may have changed are nobody's request: what was asked for is merged, and a step
+of it is made when nothing at all is queued or being read. A close makes no more of them.
 
 Faults of the disk are answers; a bug in the thread itself ends it with one last answer, `SwapBroken`.
 
@@ -95,8 +95,8 @@ class _Read:
 class SwapThread:
     """Owns the durable state of one model from `start` to `close`.
 
-    `submit` may be called from any thread; each operation is answered once, by `deliver` on one of its threads. Looks at
-    page files (`CheckPagesOp`) are answered step by step, several of them together, or not at all once it closes.
+    `submit` may be called from any thread; each operation is answered once, by `deliver` on one of its threads. Looks
+    at page files (`CheckPagesOp`) are answered step by step, several of them together, or not at all once it closes.
 
     Args:
         store: carries operations out; its owner is the swap thread from here on.

@@ -130,7 +130,7 @@ def test_other_names_are_nobodys_business(desk: Desk) -> None:
 
 @pytest.mark.parametrize("comes_back", ["itself", "another"])
 def test_a_folder_that_is_away_is_no_news_until_it_is_back(desk: Desk, comes_back: str) -> None:
-    """P4: nothing is said of pages while it is away, whatever was told of them; then it is watched, and all looked at."""
+    """P4: nothing is said of pages meanwhile, whatever was told of them; then it is watched, and all looked at."""
     assert len(desk.observers) == 1
     away = desk.folder.with_name("away")
     desk.folder.rename(away)
