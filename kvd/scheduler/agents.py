@@ -195,6 +195,8 @@ class Agent:
         dropped_branches: branches let go of that the log still holds.
         dropped_bytes: bytes of pages that only they mapped; their files stay while the log names them.
         compaction_due: so much of the log is dead that rewriting it pays.
+        compaction_urgent: the quota waits for it: it goes ahead of requests.
+        counted_on: a full quota has counted on what it will free, and does not do so again before it was made.
         pinned: the user pinned the agent: its current branch is held in RAM.
         logged: the agent has a log on disk.
         created_s: wall clock of the first record.
@@ -210,6 +212,8 @@ class Agent:
     dropped_branches: list[int] = field(default_factory=list)
     dropped_bytes: int = 0
     compaction_due: bool = False
+    compaction_urgent: bool = False
+    counted_on: bool = False
     pinned: bool = False
     created_s: float = 0.0
     logged: bool = False

@@ -337,12 +337,13 @@ def _holds(image: AgentImage, branch: Branch) -> bool:
 
 def compact(core: EngineCore, agent: Agent) -> Waiting:
     """Rewrite the log without what no branch needs and without branches that were let go of."""
-    agent.compaction_due = False  # after a failure the next commit finds out again
+    agent.compaction_due = agent.compaction_urgent = False  # after a failure the next commit finds out again
     result = yield from _answer_to(lambda take: core.store.compact_log(agent.ref, frozenset(agent.branches), take))
     if result.image is not None and result.error is None:
         agent.seq = result.image.seq
         agent.dropped_branches.clear()
         agent.dropped_bytes = 0
+        agent.counted_on = False
         core.sweep_due = True
         sweep(core)
     elif result.error is not None:

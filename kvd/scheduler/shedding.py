@@ -6,11 +6,18 @@ disk_usage`). What is left belongs to agents, and is given up from the least val
 1. branches that agents let go of: a compaction of the log frees their pages;
 2. branches that are not their agent's current one, the least recently used first: divergences, in case they come back;
 3. pages behind the windows of current branches: only a rollback needs them;
-4. current branches, the least recently used first, a branch's tail before its head.
+4. agents that sleep since the start, the one used longest ago first: everybody who is awake was used later;
+5. current branches, the least recently used first, a branch's tail before its head.
 
-A page goes with the most valuable of the branches that map it. Nothing is taken from agents that are pinned, that run
-or wait in line, that are not saved, nor from the one used last: it is the one that wants room. Text and ids stay in the
-log whatever is given up: it is KV, and is computed again when the agent goes on; the reply says from which token.
+A page goes with the most valuable of the branches and sleepers that map it. Nothing is taken from agents that are
+pinned, that run, wait in line or are being woken, that are not saved, nor from the one used last: it is the one that
+wants room. Text and ids stay in the log whatever is given up: it is KV, and is computed again when the agent goes on;
+the reply says from which token. Of a sleeper nobody knows which page comes first, so its pages go in no order, but
+those of one sleeper before those of the next.
+
+What a compaction will free is counted on once, and it is run ahead of requests; if the next shortage finds that it has
+not been (the quota may refuse it, too), pages are given up in its stead. A shortage that is older than the room made
+since says nothing any more.
 
 Owner: the engine thread. May import kvd.ids, kvd.vm and siblings.
 """
@@ -19,16 +26,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvd.ids import PageId
-from kvd.vm.events import EvictionWanted, FilesGone, RetryWanted
+from kvd.vm.events import FilesGone, PagesUnwanted, RetryWanted
 from kvd.vm.page import PageState
 
 if TYPE_CHECKING:
     from kvd.scheduler.agents import Agent, Branch
     from kvd.scheduler.core import EngineCore
+    from kvd.scheduler.requests import AgentRef
+    from kvd.store.sleeping import SleepingAgent
     from kvd.store.swap_ops import SwapResult
     from kvd.vm.views import PageView
 
@@ -41,33 +51,52 @@ def shed(core: EngineCore) -> None:
     shortage = core.store.take_shortage()
     if shortage is None or core.swap_off:
         return
-    wanted_bytes = max(shortage.over_bytes, shortage.quota_bytes // AT_ONCE)
+    wanted_bytes = max(shortage.over_bytes, shortage.quota_bytes // AT_ONCE) - _compactable_bytes(core)
     chosen: dict[PageId, int] = {}
-    owners: dict[str, None] = {}
+    chosen_bytes = 0
+    owners: dict[AgentRef, None] = {}
+    if wanted_bytes > 0:
+        for ref, page, page_bytes in _by_value(core):
+            chosen[page] = page_bytes
+            chosen_bytes += page_bytes
+            owners[ref] = None
+            if chosen_bytes >= wanted_bytes:
+                break
+    core.memory.apply(PagesUnwanted(tuple(chosen)))
+    gone = frozenset(page for page in chosen if core.pager.page_state(page) in (None, PageState.EVICTED))
+    if gone:
+        gone_bytes = sum(chosen[page] for page in gone)
+        core.log("kv_given_up", pages=len(gone), bytes=gone_bytes, agents=list(map(str, owners)), why="quota")
+        core.store.give_up(gone, partial(_given_up, core, gone))
+
+
+def _compactable_bytes(core: EngineCore) -> int:
+    """What compactions that nobody has counted on yet will free; they are asked for."""
+    freed_bytes = 0
     for agent in core.agents:
-        if agent.dropped_bytes:
-            agent.compaction_due = True  # runs when nothing else does; what it frees is counted on
-            wanted_bytes -= agent.dropped_bytes
-    for agent, page, page_bytes in _by_value(core):
-        if sum(chosen.values()) >= wanted_bytes:
-            break
-        chosen[page] = page_bytes
-        owners[str(agent.ref)] = None
-    if chosen:
-        core.log("kv_given_up", pages=len(chosen), bytes=sum(chosen.values()), agents=list(owners), why="quota")
-        core.store.give_up(frozenset(chosen), partial(_given_up, core, tuple(chosen)))
+        if agent.dropped_bytes and agent.logged and not agent.counted_on:
+            agent.counted_on = agent.compaction_due = agent.compaction_urgent = True
+            freed_bytes += agent.dropped_bytes
+    return freed_bytes
 
 
-def _given_up(core: EngineCore, pages: tuple[PageId, ...], result: SwapResult) -> None:
+def _given_up(core: EngineCore, pages: frozenset[PageId], result: SwapResult) -> None:
     if result.error is None and isinstance(result.value, int):
         core.stats.pages_given_up += result.value
     if result.error is None:
-        core.memory.apply(FilesGone(pages))  # one that was read just before is in RAM, and stays an ordinary page
+        core.memory.apply(FilesGone(tuple(pages)))  # one that was read just before is in RAM, and stays ordinary
+        for ref, agent in core.agents.asleep.items():
+            if not pages.isdisjoint(agent.page_ids):
+                left = tuple(page for page in agent.page_ids if page not in pages)
+                core.agents.asleep[ref] = replace(agent, page_ids=left)
+        for awake in core.agents:
+            if awake.counted_on:  # the quota may have refused it, and there is room now
+                awake.compaction_due = True
     core.memory.apply(RetryWanted())  # there is room now, or never will be: either way it is time to see
 
 
-def _by_value(core: EngineCore) -> Iterator[tuple[Agent, PageId, int]]:
-    """Pages with a file, the least valuable first; pages in RAM lose their frames before they are named."""
+def _by_value(core: EngineCore) -> Iterator[tuple[AgentRef, PageId, int]]:
+    """Pages that have a file and need no frame, the least valuable first: whose, which, and what it takes."""
     in_use = {each.space for each in core.pager.spaces if each.use.held or each.use.hint == "queued"}
     agents = sorted(core.agents, key=lambda agent: agent.branch.last_used)[:-1]
     able = [
@@ -79,22 +108,60 @@ def _by_value(core: EngineCore) -> Iterator[tuple[Agent, PageId, int]]:
     ]
     others = [(agent, each) for agent in able for each in agent.branches.values() if each is not agent.branch]
     others.sort(key=lambda pair: pair[1].last_used)
-    seen: Counter[PageId] = Counter()
+    asleep = core.agents.asleep
+    sleepers = [ref for ref, each in asleep.items() if not each.summary.pinned and ref not in core.agents.waking]
+    sleepers.sort(key=lambda ref: asleep[ref].row.updated_s)
+    waits = _Waits(core)
     for agent, branch in others:
-        yield from _pages(core, agent, branch, seen, behind_window=None)
+        yield from _pages(core, agent, branch, waits, behind_window=None)
     for agent in able:
-        yield from _pages(core, agent, agent.branch, seen, behind_window=True)
+        yield from _pages(core, agent, agent.branch, waits, behind_window=True)
+    for ref in sleepers:
+        page_bytes = _sleepers_page_bytes(core, asleep[ref])
+        for page_id in asleep[ref].page_ids:
+            if waits.pass_over(page_id) and core.pager.page_state(page_id) in (None, *_STORED):
+                yield ref, page_id, page_bytes
     for agent in able:
-        yield from _pages(core, agent, agent.branch, seen, behind_window=False)
+        yield from _pages(core, agent, agent.branch, waits, behind_window=False)
+
+
+_STORED: Final = (PageState.CLEAN, PageState.EVICTED)
+"""States of pages that have a file, and lose nothing but time without their frame."""
+
+
+class _Waits:
+    """Who has yet to be passed over before a page may go: branches that are awake, and sleepers.
+
+    Args:
+        core: the engine's parts.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._left: Counter[PageId] = Counter()
+        for each in core.pager.spaces:
+            self._left.update({page.ref.page_id for part in core.pager.segments(each.space) for page in part.pages})
+        for sleeper in core.agents.asleep.values():
+            self._left.update(sleeper.page_ids)
+
+    def pass_over(self, page_id: PageId) -> bool:
+        """Somebody who maps it has been passed over; whether that was the last."""
+        self._left[page_id] -= 1
+        return not self._left[page_id]
+
+
+def _sleepers_page_bytes(core: EngineCore, agent: SleepingAgent) -> int:
+    """Bytes of one of its pages, as far as that can be told without its log: the mean of its formats."""
+    layouts = core.formats.layouts
+    known = [layouts[each] for each in enumerate(agent.summary.format_ids) if each in layouts]
+    sizes = [layout.payload_bytes for layout in known or layouts.values()]
+    return sum(sizes) // len(sizes)
 
 
 def _pages(
-    core: EngineCore, agent: Agent, branch: Branch, seen: Counter[PageId], *, behind_window: bool | None
-) -> Iterator[tuple[Agent, PageId, int]]:
-    """A branch's pages, its tail before its head, that no branch maps which has not been passed over yet."""
+    core: EngineCore, agent: Agent, branch: Branch, waits: _Waits, *, behind_window: bool | None
+) -> Iterator[tuple[AgentRef, PageId, int]]:
+    """A branch's pages, its tail before its head, that nobody maps who has not been passed over yet."""
     sizes = core.page_bytes(branch.space)
-    if behind_window is not True:
-        core.memory.apply(EvictionWanted(branch.space))
     pages: list[tuple[int, int, PageView]] = [
         (number, sizes[segment.group], page)
         for segment in core.pager.segments(branch.space)
@@ -102,10 +169,8 @@ def _pages(
         if behind_window is None or page.behind_window == behind_window
     ]
     for _, page_bytes, page in sorted(pages, key=lambda entry: -entry[0]):
-        page_id = page.ref.page_id
-        seen[page_id] += 1
-        if seen[page_id] == page.shared_spaces and page.state is PageState.EVICTED:
-            yield agent, page_id, page_bytes
+        if waits.pass_over(page.ref.page_id) and page.state in _STORED:
+            yield agent.ref, page.ref.page_id, page_bytes
 
 
 __all__ = ["shed"]

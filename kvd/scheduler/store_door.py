@@ -219,6 +219,8 @@ class StoreDoor:
             case DeletePageOp(page_id):
                 _first(self._deletions, page_id)(result)
             case GiveUpPagesOp():
+                if result.error is None:
+                    self._shortage = None  # of before there was room; if it does not do, the next refusal says so
                 self._giving_up.pop(0)(result)
             case CheckPagesOp():
                 if isinstance(result.value, PagesChecked) and result.value.bad:

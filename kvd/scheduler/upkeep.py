@@ -1,10 +1,14 @@
 """What the engine does for itself: save what a disk refused, compact logs that are mostly dead, wake agents.
 
 Decides only; the engine runs the jobs. Saves go ahead of requests that wait (a busy daemon would never come to them),
-ever more rarely while the disk refuses. Compactions wait until nothing else is to do: they save disk, not time. So does
-waking agents that nobody asked for, for the pages that they may have in common with others of a namespace in use.
+ever more rarely while the disk refuses. Compactions wait until nothing else is to do: they save disk, not time. One
+that a full quota waits for goes ahead like a save: a daemon that is never idle would otherwise never save a turn again.
 
-Owner: the engine thread. May import siblings.
+Waking agents that nobody asked for, for the pages that they may have in common with others of a namespace in use, waits
+until nothing else is to do, too. It takes memory outside the budget (texts and ids), so it stops while memory is short,
+and altogether after `MAX_WOKEN_TOKENS`; those used last come first, and those without a page to share not at all.
+
+Owner: the engine thread. May import kvd.quant.spec and siblings.
 """
 
 from __future__ import annotations
@@ -12,14 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
 from kvd.scheduler.requests import AgentRef
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
+    from kvd.store.sleeping import SleepingAgent
 
 MAX_SAVE_WAIT_S = 30.0
 """How far apart tries for unsaved turns get while the disk goes on refusing."""
+
+
+MAX_WOKEN_TOKENS = 1 << 20
+"""Tokens of all agents that are woken unasked: their text, ids and index take about 100 bytes each."""
 
 
 class Upkeep:
@@ -38,6 +48,7 @@ class Upkeep:
         self._wait_s = 0.0
         self._next_save_s = 0.0
         self._tried: set[AgentRef] = set()
+        self._tokens_left = MAX_WOKEN_TOKENS
 
     def next_job(self, *, idle: bool) -> tuple[AgentRef, str] | None:
         """The job to run before the next request, if there is one: (agent, operation).
@@ -49,6 +60,9 @@ class Upkeep:
             for agent in self.unsaved()[:1]:
                 agent.last_save = self._core.agents.tick()
                 return agent.ref, "save"
+        for agent in self._core.agents:
+            if agent.compaction_urgent and agent.logged:
+                return agent.ref, "compact"
         if idle:
             for agent in self._core.agents:
                 if agent.compaction_due and agent.logged:
@@ -58,14 +72,23 @@ class Upkeep:
 
     def _next_to_wake(self) -> tuple[AgentRef, str] | None:
         """An agent that others of its namespace might share pages with, each once: a refusal is not asked for again."""
-        agents = self._core.agents
-        if not self._core.sharing.is_on:
+        core, agents = self._core, self._core.agents
+        if not core.sharing.is_on or core.pressure.level != "none":
             return None
-        for ref in agents.asleep:
-            if ref.namespace in agents.in_use and ref not in self._tried:
-                self._tried.add(ref)
-                return ref, "wake"
-        return None
+        refs = [
+            ref
+            for ref, agent in agents.asleep.items()
+            if ref.namespace in agents.in_use
+            and ref not in self._tried
+            and agent.row.tokens <= self._tokens_left
+            and _has_pages_to_share(core, agent)
+        ]
+        if not refs:
+            return None
+        ref = max(refs, key=lambda ref: agents.asleep[ref].row.updated_s)
+        self._tried.add(ref)
+        self._tokens_left -= agents.asleep[ref].row.tokens
+        return ref, "wake"
 
     def unsaved(self) -> list[Agent]:
         """Agents with changes that are not on disk, the one that was tried longest ago first."""
@@ -78,3 +101,14 @@ class Upkeep:
         """While the disk refuses, tries get rarer; once it takes one, the others follow at once."""
         self._wait_s = 0.0 if durable else min(MAX_SAVE_WAIT_S, max(self._least_wait_s, 2 * self._wait_s))
         self._next_save_s = self._clock() + self._wait_s
+
+
+def _has_pages_to_share(core: EngineCore, agent: SleepingAgent) -> bool:
+    """Whether it has whole pages that this run can use: those of other numerics or formats are computed again."""
+    summary = agent.summary
+    return (
+        bool(agent.page_ids)
+        and summary.computed_tokens >= PAGE_TOKENS
+        and summary.numerics == core.numerics
+        and tuple(summary.format_ids) == tuple(core.formats.default_ids)
+    )

@@ -219,6 +219,16 @@ class EvictionWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class PagesUnwanted:
+    """These pages are to leave RAM: CLEAN ones that nobody holds do, others stay as they were.
+
+    Unknown pages are passed over.
+    """
+
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WritesAllowed:
     """Writes of pages may start while those that started since then take less than this; None: always."""
 
@@ -320,6 +330,7 @@ Event = (
     | Pinned
     | Unpinned
     | EvictionWanted
+    | PagesUnwanted
     | WritesAllowed
     | WriteDone
     | WriteFailed

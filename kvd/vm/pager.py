@@ -343,6 +343,8 @@ class Pager:
                 self._unpinned(event.space)
             case ev.EvictionWanted():
                 self._eviction_wanted(event.space)
+            case ev.PagesUnwanted():
+                self._pages_unwanted(event)
             case ev.WritesAllowed():
                 self._transfers.allowance_bytes = event.allowance_bytes
             case ev.WriteDone():
@@ -439,6 +441,12 @@ class Pager:
                 self._transfers.hurry(page)
             elif page.packable:
                 self._transfers.packing.pack(page)  # the log lacks some of it
+
+    def _pages_unwanted(self, event: ev.PagesUnwanted) -> None:
+        for page_id in event.pages:
+            page = self._table.find(page_id)
+            if page is not None and page.state is PageState.CLEAN and page.droppable and not page.held:
+                self._transfers.drop(page)
 
     def _growth_wanted(self, event: ev.GrowthWanted) -> None:
         space = self._space(event.space)

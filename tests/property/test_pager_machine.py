@@ -449,9 +449,13 @@ class PagerMachine(RuleBasedStateMachine):
         self.send(ev.RetryWanted())
 
     def evict(self, data: st.DataObject) -> None:
-        """The user evicts; what is pinned refuses."""
+        """The user evicts; what is pinned refuses. Or single pages are to leave: those that are held stay."""
         space = self.pick(data, active=False)
         if space is None:
+            return
+        if data.draw(st.integers(0, 3)) == 3:
+            pages = [page.ref.page_id for segment in self.pager.segments(space) for page in segment.pages]
+            self.send(ev.PagesUnwanted(tuple(pages[len(pages) // 2 :])))
             return
         try:
             self.send(ev.EvictionWanted(space))

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvd.scheduler.commit import sweep
+from kvd.scheduler.shedding import _by_value
+from kvd.scheduler.upkeep import Upkeep
 from kvd.scheduler.views import agent_info, statistics
+from kvd.scheduler.waiting import never
+from kvd.scheduler.waking import wake
+from kvd.store.errors import QuotaExceeded
 from kvd.store.fs import folder_bytes
+from kvd.store.sleeping import READ_AGENTS
+from kvd.store.swap_ops import AppendRecordOp, SwapResult
 from kvd.store.swap_store import SwapStore
-from tests.scheduler.harness import ROOT, World
+from tests.scheduler.harness import ROOT, Outcome, World, ref_of
 from tests.scheduler.test_turn import text_of
 
 
@@ -114,3 +122,135 @@ def test_pinned_unsaved_and_last_used_agents_keep_everything(make_world: Callabl
     for name, text in texts.items():
         turn = world.generate(name, text).turn
         assert turn.cached_tokens == turn.prompt_tokens - 1
+
+
+def restart_asleep(world: World) -> None:
+    """Start again so that nobody's log is read."""
+    world.settle()
+    world.read_agents = 0
+    world.crash(lossy=False)
+
+
+def test_agents_that_sleep_pay_before_those_that_are_awake(make_world: Callable[..., World]) -> None:
+    """P25: they were used before everybody who is awake; who pays is woken later with its text, and computes again."""
+    world = make_world()
+    texts = fill(world, "ab")
+    restart_asleep(world)
+    assert len(world.core.agents.asleep) == 2
+    texts |= fill(world, "cd")
+    tighten(world, free_bytes=20_000)
+    for name in "ef":
+        prompt = f"{name} says: {text_of(50)}"
+        texts[name] = prompt + world.generate(name, prompt).turn.text
+        until_saved(world)
+    paid = [agent for facts in world.events("kv_given_up") for agent in facts["agents"]]
+    assert paid == sorted(paid), "the one used longest ago first, and nobody again who has nothing left"
+    assert {"default/a", "default/b"} <= set(paid) <= {"default/a", "default/b", "default/c"}
+    assert not any(agent.page_ids for agent in world.core.agents.asleep.values())
+    world.read_agents = READ_AGENTS
+    world.crash()
+    for name, text in texts.items():
+        assert world.text(name) == text
+    turn = world.generate("d", texts["d"]).turn
+    assert turn.cached_tokens == turn.prompt_tokens - 1
+
+
+def test_a_page_that_a_sleeper_shares_is_not_given_up_for_an_awake_agent(make_world: Callable[..., World]) -> None:
+    """P25: it goes with the most valuable of those who map it, and sleepers count."""
+    world = make_world()
+    fill(world, "a")
+    assert world.job("fork", "a", new_agent="z").error is None
+    world.settle()
+    shared = set(world.page_ids("a") + world.page_ids("a", 1))
+    restart_asleep(world)
+    core = world.core
+    assert world.drive(wake(core, [ref_of("a")], never), Outcome()).error is None
+    fill(world, "bc")
+    assert world.has("a")
+    assert set(core.agents.asleep) == {ref_of("z")}
+    ranked = [(ref.agent, page) for ref, page, _ in _by_value(core)]
+    assert {("a", page) for page in shared} <= set(ranked), "the awake one was used later"
+    core.agents.waking.add(ref_of("z"))  # whoever is being woken is nobody to take from
+    assert shared.isdisjoint(page for _, page, _ in _by_value(core))
+
+
+def test_only_pages_that_are_given_up_leave_memory(make_world: Callable[..., World]) -> None:
+    """P14: the rest of the branch, shared pages among it, stays where it was."""
+    world = make_world()
+    texts = fill(world, "a", lines=90) | fill(world, "b")
+    resident = agent_info(world.core, world.agent("a"))["resident_pages"]
+    tighten(world, free_bytes=30_000)
+    world.generate("c", f"c says: {text_of(25)}")
+    until_saved(world)
+    given_up = int(str(statistics(world.core)["pages_given_up"]))
+    assert given_up > 0
+    assert agent_info(world.core, world.agent("a"))["resident_pages"] == int(str(resident)) - given_up
+    assert world.generate("a", texts["a"]).turn.cached_tokens >= 256
+
+
+def test_a_shortage_from_before_there_was_room_is_forgotten(make_world: Callable[..., World]) -> None:
+    """P25: refusals that came in while files were being given up say nothing of the quota as it is afterwards."""
+    world = make_world()
+    fill(world, "abc")
+    world.settle()
+    store = world.core.store
+    refuse(world, over_bytes=1)
+    world.tick()
+    assert len(world.events("kv_given_up")) == 1
+    refuse(world, over_bytes=1 << 30)
+    world.settle()
+    assert len(world.events("kv_given_up")) == 1
+    assert store.take_shortage() is None
+
+
+def refuse(world: World, *, over_bytes: int) -> None:
+    """The quota refuses a record of somebody."""
+    error = QuotaExceeded(used_bytes=over_bytes, wanted_bytes=100, quota_bytes=100)
+    world.core.store._note_health(SwapResult(AppendRecordOp(None), error, 0.0))  # type: ignore[arg-type]
+
+
+def diverge(world: World, name: str, text: str) -> None:
+    """Leave pages that only a branch which was let go of maps."""
+    world.generate(name, text[:100] + " but then " + text_of(30))
+    agent = world.agent(name)
+    for branch in agent.other_branches:
+        world.core.close_branch(agent, branch)
+    assert agent.dropped_bytes
+
+
+def test_a_compaction_is_counted_on_once_and_goes_ahead_of_requests(make_world: Callable[..., World]) -> None:
+    """P25: a daemon that is never idle makes it; where the quota refuses it, agents pay, and then it is made."""
+    world = make_world()
+    texts = fill(world, "abc")
+    diverge(world, "b", texts["b"])
+    world.generate("c", texts["c"])
+    agent, upkeep = world.agent("b"), Upkeep(world.core, lambda: world.now_s, 1.0)
+    while world.step_store():
+        pass
+    agent.compaction_due = False
+    assert upkeep.next_job(idle=False) is None
+    refuse(world, over_bytes=1)
+    world.tick()
+    assert not world.events("kv_given_up"), "the compaction frees as much"
+    assert upkeep.next_job(idle=False) == (agent.ref, "compact")
+    store = world.swap._store
+    assert isinstance(store, SwapStore)
+    admit = store._admit
+
+    def full(wanted_bytes: int, *, kept_bytes: int = 0) -> None:
+        raise QuotaExceeded(used_bytes=100, wanted_bytes=wanted_bytes, quota_bytes=100)
+
+    store._admit = full  # type: ignore[method-assign]
+    world.job("compact", "b")
+    store._admit = admit  # type: ignore[method-assign]
+    assert world.events("log_not_compacted")
+    assert upkeep.next_job(idle=False) is None, "not again and again"
+    refuse(world, over_bytes=1)
+    world.tick()
+    assert world.events("kv_given_up")
+    while world.step_store():
+        pass
+    assert upkeep.next_job(idle=True) == (agent.ref, "compact")
+    world.job("compact", "b")
+    sweep(world.core)
+    assert (agent.dropped_bytes, agent.counted_on) == (0, False)

@@ -6,6 +6,7 @@ import errno
 import shutil
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from kvd.errors import AgentExists, Cancelled
 from kvd.scheduler.chat import held_texts
 from kvd.scheduler.importing import warm_first
+from kvd.scheduler.upkeep import Upkeep
 from kvd.scheduler.views import agent_list, residency, statistics
 from kvd.scheduler.waiting import Wait
 from kvd.store.errors import DiskFault
@@ -140,6 +142,33 @@ def test_sleepers_of_a_namespace_in_use_wake_when_nothing_else_is_to_do(started:
     while asleep(engine):
         assert time.monotonic() < deadline_s
     assert engine.look(lambda core: len(core.agents)) == len(AGENTS) + 1
+
+
+def test_waking_unasked_is_bounded_and_stops_while_memory_is_short(
+    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P21: texts and ids are outside the budget; those used last come first, those with nothing to share never."""
+    world = make_world()
+    for name, lines in {"a": 40, "short": 2, "b": 45, "c": 50}.items():
+        world.generate(name, name + text_of(lines), max_tokens=1)
+    world.settle()
+    world.read_agents = 0
+    world.crash(lossy=False)
+    core, sleepers = world.core, world.core.agents.asleep
+    tokens = {ref.agent: agent.row.tokens for ref, agent in sleepers.items()}
+    for second, name in enumerate(("a", "short", "b", "c")):
+        row = replace(sleepers[ref_of(name)].row, updated_s=float(second))
+        sleepers[ref_of(name)] = replace(sleepers[ref_of(name)], row=row)
+    core.agents.in_use.add(ref_of("a").namespace)
+    monkeypatch.setattr("kvd.scheduler.upkeep.MAX_WOKEN_TOKENS", tokens["a"] + tokens["c"])
+    upkeep = Upkeep(core, lambda: world.now_s, 1.0)
+    core.pressure.level = "soft"
+    assert upkeep.next_job(idle=True) is None
+    core.pressure.level = "none"
+    assert upkeep.next_job(idle=False) is None
+    assert upkeep.next_job(idle=True) == (ref_of("c"), "wake")
+    assert upkeep.next_job(idle=True) == (ref_of("a"), "wake"), "b is one too many"
+    assert upkeep.next_job(idle=True) is None
 
 
 def test_a_sleeper_whose_folder_vanished_is_gone(started: Callable[..., Runner]) -> None:

@@ -28,6 +28,21 @@ def test_growth_maps_frames_for_every_group_and_a_step_fills_them() -> None:
     assert desk.pager.segments(A)[0].tail_tokens == 2
 
 
+def test_pages_that_are_not_wanted_leave_alone() -> None:
+    """P14: clean ones that nobody holds, and nothing else of their space."""
+    desk = Desk(20)
+    desk.create(A)
+    desk.turn(A, 14)
+    pages = [page.ref.page_id for page in desk.pager.segments(A)[0].pages]
+    before = desk.states(A)
+    assert before[:3] == ["clean"] * 3
+    desk.send(ev.PagesUnwanted((pages[1], PageId("unknown"))))
+    assert desk.states(A) == [before[0], "evicted", *before[2:]]
+    desk.send(ev.Activated(A))
+    desk.send(ev.PagesUnwanted(tuple(pages)))
+    assert desk.states(A)[0] == "clean"
+
+
 def test_the_exact_token_survives_eviction_and_restore() -> None:
     """P14: a space of 6 tokens evicted to disk and log comes back with 6 tokens, not rounded to a page."""
     desk = Desk(20)
