@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvd_client.wire import (
     CODES,
     NAMES,
+    SERVER_LIMITS,
     CancelReceived,
     Connection,
     EncodeError,
@@ -269,6 +270,54 @@ def test_what_cannot_be_sent_changes_nothing() -> None:
     assert error.value.limit_bytes == 2048
     assert wire.outgoing == frozenset()
     assert wire.send_request("m", {})[0] == 1
+
+
+def nested(depth: int) -> object:
+    """A value inside so many lists."""
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("params", "fits"),
+    [
+        ({"deep": nested(61)}, True),  # with the message, its parameters and their map 64
+        ({"deep": nested(62)}, False),
+        ({"deep": {"inner": ({"x": nested(60)}, [])}}, False),
+        ({"many": [0] * (2**18 - 9)}, True),
+        ({"many": [0] * (2**18 - 6)}, False),
+        ({"many": {str(number): 0 for number in range(2**17)}}, False),
+        ({"bias": {5: 1.0}}, False),
+        ({"bias": [{b"5": 1.0}]}, False),
+    ],
+)
+def test_what_the_peer_would_end_the_connection_for_is_not_sent(params: dict[str, object], fits: bool) -> None:
+    """P33: a connection carries everybody's calls, so one message too deep or too rich is its own caller's error."""
+    client, server = Connection(), Connection(SERVER_LIMITS)
+    if not fits:
+        with pytest.raises(EncodeError):
+            client.send_request("m", params)
+        assert client.outgoing == frozenset()
+    server.feed(client.send_request("m", params if fits else {})[1])
+    (event,) = drain(server)
+    assert isinstance(event, RequestReceived)
+
+
+@given(maps)
+@settings(max_examples=60, deadline=None)
+def test_what_is_sent_is_what_a_peer_accepts(params: dict[str, object]) -> None:
+    """The sender counts as the scanner does: under bounds as tight as these, both say the same of any message."""
+    tight = WireLimits(max_depth=5, max_values=24, max_send_depth=5, max_send_values=24)
+    data = pack([0, 1, "m", [params]])
+    try:
+        heard(data, tight)
+    except ProtocolError:
+        with pytest.raises(EncodeError):
+            Connection(tight).send_request("m", params)
+    else:
+        assert Connection(tight).send_request("m", params)[1] == data
 
 
 def test_notifications() -> None:

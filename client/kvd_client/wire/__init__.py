@@ -5,7 +5,7 @@
 - `errors`: what can be wrong with bytes of the peer, or with a message of ours.
 - `events`: what `Connection.next_event` returns.
 - `framing`: cuts a byte stream into whole, checked msgpack messages inside fixed bounds; `quick`: reads the usual ones
-  of them faster.
+  of them faster. `sendable`: the same bounds on what is sent, so that no message of ours ends the connection.
 
 May import msgpack and the standard library only; never kvd, never a socket.
 """

@@ -24,6 +24,7 @@ from kvd_client.wire.events import (
 )
 from kvd_client.wire.framing import CLIENT_LIMITS, Framer, WireLimits
 from kvd_client.wire.quick import QUICK_BYTES, Quick, is_within
+from kvd_client.wire.sendable import check_sendable
 
 _REQUEST, _RESPONSE, _NOTIFICATION = 0, 1, 2
 _MAX_ID = (1 << 63) - 1
@@ -246,6 +247,7 @@ class Connection:
             ) from error
         except (TypeError, ValueError, OverflowError) as error:
             raise EncodeError(f"a message cannot be encoded: {error}") from error
+        check_sendable(message, self._limits)
         if len(data) > self._limits.max_send_bytes:
             raise MessageTooLarge(len(data), self._limits.max_send_bytes)
         return data

@@ -29,7 +29,7 @@ class ProtocolError(WireError):
 
 
 class EncodeError(WireError):
-    """A message holds something that msgpack cannot carry; nothing was sent."""
+    """A message holds something that msgpack cannot carry or the peer does not take; nothing was sent."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

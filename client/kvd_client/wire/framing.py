@@ -30,17 +30,21 @@ class WireLimits:
         max_message_bytes: a message of the peer, headers included.
         max_depth: nested containers in a message, the outer array included.
         max_values: values in a message, containers and map keys included.
-        max_send_bytes: a message of ours; what the peer is known to accept.
+        max_send_bytes, max_send_depth, max_send_values: the same of a message of ours; what the peer is known to accept.
     """
 
     max_message_bytes: int = 64 * MIB
     max_depth: int = 64
     max_values: int = 1 << 20
     max_send_bytes: int = 16 * MIB
+    max_send_depth: int = 64
+    max_send_values: int = 1 << 18
 
 
 CLIENT_LIMITS: Final = WireLimits()
-SERVER_LIMITS: Final = WireLimits(max_message_bytes=16 * MIB, max_values=1 << 18, max_send_bytes=64 * MIB)
+SERVER_LIMITS: Final = WireLimits(
+    max_message_bytes=16 * MIB, max_values=1 << 18, max_send_bytes=64 * MIB, max_send_values=1 << 20
+)
 
 # One entry a leading byte: (kind, a, b). SCALAR: a = total bytes. BLOB: a = bytes of the length field, b = length when
 # a is 0. ARRAY and MAP: the same with elements. REFUSED: extension types and the one unassigned byte.
