@@ -30,7 +30,8 @@ class WireLimits:
         max_message_bytes: a message of the peer, headers included.
         max_depth: nested containers in a message, the outer array included.
         max_values: values in a message, containers and map keys included.
-        max_send_bytes, max_send_depth, max_send_values: the same of a message of ours; what the peer is known to accept.
+        max_send_bytes, max_send_depth, max_send_values: the same of a message of ours, as the peer is
+            known to accept it.
     """
 
     max_message_bytes: int = 64 * MIB

@@ -47,7 +47,7 @@ def check_sendable(message: list[object], limits: WireLimits) -> None:
             return
         level = below
     raise EncodeError(
-        f"a message cannot be encoded: it is nested deeper than the {limits.max_send_depth} levels that the peer accepts"
+        f"a message cannot be encoded: it is nested more than {limits.max_send_depth} deep, which the peer accepts"
     )
 
 
