@@ -7,7 +7,8 @@ with a name; rules are switched one by one, and each reply names those that chan
 What a rule takes out is neither matched nor computed: the model never sees it. The alternative, matching without the
 span and computing with it, would say that KV belongs to a text which it does not belong to.
 
-Rules are narrow on purpose: anchored, of known shape, and never applied to what the model itself wrote. Pure.
+Rules are narrow on purpose: anchored, of known shape, and never applied to what the model itself wrote. Their patterns
+take time linear in the text, whatever it is: they run on the event loop. Pure.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class Rule:
 
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n+|\Z)")
-_AMOUNT = r"[\d,._]+"
+_AMOUNT = r"[\d,._]++"
 _BUDGET = re.compile(
-    r"\n*(?:"
-    rf"<total_tokens>\s*{_AMOUNT}(?:\s+tokens?)?(?:\s+(?:left|remaining))?\s*</total_tokens>"
-    rf"|<budget:token_budget>\s*{_AMOUNT}\s*</budget:token_budget>"
-    rf"|<system_warning>\s*Token usage: {_AMOUNT}/{_AMOUNT}; {_AMOUNT} remaining\s*</system_warning>"
+    # a run of line breaks is entered at its beginning only, and nothing is given back once taken: else a megabyte of
+    # them, or of spaces, would be walked once for each of its characters
+    r"(?<!\n)\n*+(?:"
+    rf"<total_tokens>\s*+{_AMOUNT}(?:\s++tokens?)?+(?:\s++(?:left|remaining))?+\s*+</total_tokens>"
+    rf"|<budget:token_budget>\s*+{_AMOUNT}\s*+</budget:token_budget>"
+    rf"|<system_warning>\s*+Token usage: {_AMOUNT}/{_AMOUNT}; {_AMOUNT} remaining\s*+</system_warning>"
     r")"
 )
 _CLOCK = re.compile(r"(\d{4}-\d\d-\d\d)[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:\s?(?:Z|UTC|GMT|[+-]\d\d:?\d\d))?")

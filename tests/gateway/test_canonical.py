@@ -42,6 +42,39 @@ def test_rules(role: str, text: str, expected: str | None, rule: str | None) -> 
     assert canonical.fired == ({rule} if rule else set())
 
 
+MEGABYTE = 1_000_000
+LONG = [
+    *(character * MEGABYTE for character in ("\n", " ", "<", "[", "5", "-")),
+    "<total_tokens>" * (MEGABYTE // 14),
+    "<total_tokens>" + " " * MEGABYTE,
+    "<total_tokens>" + "5" * MEGABYTE,
+    "<total_tokens>5" + " " * MEGABYTE,
+    "<total_tokens>5 tokens" + " " * MEGABYTE,
+    "<budget:token_budget>5" + "\n" * MEGABYTE,
+    "<system_warning>" + "\n" * MEGABYTE,
+    "<system_warning>Token usage: " + "5," * MEGABYTE,
+    "<system_warning>Token usage: 5/5; 5 remaining" + " " * MEGABYTE,
+    "2026-01-31T12:34:56." + "5" * MEGABYTE,
+    "\n<" * MEGABYTE,
+    "x-anthropic-billing-header:" * (MEGABYTE // 27),
+]
+
+
+@pytest.mark.parametrize("text", LONG, ids=lambda text: repr(text[:30]))
+def test_rules_walk_a_text_once(text: str) -> None:
+    """A megabyte of what a rule's pattern begins with: quadratic patterns would not end within the suite's limit."""
+    canonical = Canonical(EVERY)
+    for role in ("system", "user"):
+        assert len(canonical.text(role, text)) <= len(text)
+
+
+def test_line_breaks_before_a_marker_go_with_it() -> None:
+    """All of them, between two markers as well, and none elsewhere."""
+    marker = "<total_tokens>5 tokens left</total_tokens>"
+    text = f"a\n\n{marker}\n{marker}\n\nb\n\n<total_tokens>x"
+    assert Canonical(EVERY).text("user", text) == "a\n\nb\n\n<total_tokens>x"
+
+
 def test_tools_are_sorted_by_name_when_asked() -> None:
     """For clients that send them in another order each time."""
     tools: list[dict[str, Any]] = [{"function": {"name": "b"}}, {"function": {"name": "a"}}]
