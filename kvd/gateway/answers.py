@@ -5,8 +5,10 @@ Pure. May import kvd_client.
 
 from __future__ import annotations
 
+import codecs
 import secrets
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,7 @@ class Answer:
         stop_string: the stop string that ended it, if one did.
         context_full: `length` because the model's context is full.
         result: the daemon's result, with all figures.
+        logprobs: of the tokens that `content` is made of.
     """
 
     content: str
@@ -71,8 +74,88 @@ def answer_of(result: GenerateResult) -> Answer:
         stop_string=result.stop_string or None,
         context_full=result.context_full,
         result=result,
-        logprobs=result.logprobs or (),
+        logprobs=(result.logprobs or ()) if result.message is None else _of_content(message, result.logprobs or ()),
     )
+
+
+@dataclass(slots=True)
+class _Part:
+    """A piece of an answer in the model's order, and how many of its characters have their tokens."""
+
+    is_content: bool
+    text: str = ""
+    at: int = 0
+
+
+class ContentTokens:
+    """Finds the sampled tokens that an answer's text is made of, among those of reasoning, calls and markers.
+
+    Texts and tokens come in the same order, but not at the same time: the daemon keeps a text back while it may be the
+    beginning of a call. So both wait here, and tokens are compared with what is said next, as many at a time as make a
+    character. Those that spell something else are a marker's or a call's. Owner: a writer.
+    """
+
+    def __init__(self) -> None:
+        self._said: deque[_Part] = deque()
+        self._waiting: deque[tuple[str, tuple[TokenLogprob, ...]]] = deque()
+        self._half: list[TokenLogprob] = []
+        self._decoder = _utf8()
+
+    def said(self, text: str, *, is_content: bool) -> None:
+        """More of the answer's text, or of what is none; an empty text ends the one before it."""
+        if not self._said or self._said[-1].is_content != is_content:
+            self._said.append(_Part(is_content))
+        self._said[-1].text += text
+
+    def sampled(self, tokens: Iterable[TokenLogprob]) -> None:
+        """More of the tokens that were sampled."""
+        for token in tokens:
+            if token.bytes is None:  # a control token is a marker
+                self._half, self._decoder = [], _utf8()
+                continue
+            self._half.append(token)
+            if spelt := self._decoder.decode(token.bytes):
+                self._waiting.append((spelt, tuple(self._half)))
+                self._half = []
+
+    def take(self, *, ended: bool = False) -> tuple[TokenLogprob, ...]:
+        """Tokens that are known now to be the text's; `ended`: nothing more will be said."""
+        found: list[TokenLogprob] = []
+        while self._waiting and self._said:
+            part, (spelt, tokens) = self._said[0], self._waiting[0]
+            left = len(part.text) - part.at
+            if not left:
+                if len(self._said) == 1:
+                    break  # it may go on
+                self._said.popleft()
+                continue
+            if part.at == 0 and not part.text.startswith(spelt):
+                spelt = spelt.lstrip()  # the answer's text may begin behind the white space that follows a marker
+            is_inside = bool(spelt) and part.text.startswith(spelt, part.at)
+            is_beyond = len(spelt) > left and spelt.startswith(part.text[part.at :])
+            if is_beyond and len(self._said) == 1 and not ended:
+                break  # the rest of it may be said yet
+            if is_inside or is_beyond:
+                part.at += min(len(spelt), left)
+                if part.is_content:
+                    found += tokens
+            self._waiting.popleft()
+        return tuple(found)
+
+
+def _utf8() -> codecs.IncrementalDecoder:
+    """What the daemon makes of bytes that are no character."""
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def _of_content(message: Mapping[str, object], tokens: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+    """Of all tokens of a turn those of the answer's text."""
+    places = ContentTokens()
+    places.said(_text(message.get("reasoning_content")), is_content=False)
+    places.said(_text(message.get("content")), is_content=True)
+    places.said("", is_content=False)
+    places.sampled(tokens)
+    return places.take(ended=True)
 
 
 def call_of(data: Mapping[str, object]) -> Call:
@@ -111,4 +194,4 @@ def _entry(token: Alternative) -> dict[str, object]:
     }
 
 
-__all__ = ["Answer", "Call", "answer_of", "call_of", "new_id", "openai_logprobs"]
+__all__ = ["Answer", "Call", "ContentTokens", "answer_of", "call_of", "new_id", "openai_logprobs"]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvd.gateway.answers import Answer, Call, call_of, new_id, openai_logprobs
+from kvd.gateway.answers import Answer, Call, ContentTokens, call_of, new_id, openai_logprobs
 from kvd.gateway.canonical import Canonical
 from kvd.gateway.errors import ApiError
 from kvd.gateway.fields import Fields
@@ -194,6 +194,7 @@ class ChatWriter:
         self._created = int(time.time()) if created_s is None else created_s
         self._include_usage = include_usage
         self._calls = CallDeltas()
+        self._tokens = ContentTokens()
 
     @classmethod
     def of(cls, fields: Fields, model: str) -> ChatWriter:
@@ -208,19 +209,31 @@ class ChatWriter:
         """A chunk for text, reasoning, calls and log-probabilities."""
         match event:
             case Text(text):
-                return self._chunk({"content": text})
+                self._tokens.said(text, is_content=True)
+                return self._chunk({"content": text}) + self._told()
             case Reasoning(text):
-                return self._chunk({"reasoning_content": text})
+                self._tokens.said(text, is_content=False)
+                return self._chunk({"reasoning_content": text}) + self._told()
             case Logprobs(tokens):
-                return self._chunk({"content": ""}, logprobs=openai_logprobs(tokens))
+                self._tokens.sampled(tokens)
+                return self._told()
             case ToolCall() | OtherEvent():
-                return b"".join(self._chunk({"tool_calls": [delta]}) for delta in self._calls.deltas(event))
+                if isinstance(event, ToolCall) or event.type == "tool_call_delta":
+                    self._tokens.said("", is_content=False)
+                return self._told() + b"".join(
+                    self._chunk({"tool_calls": [delta]}) for delta in self._calls.deltas(event)
+                )
             case _:
                 return b""
 
+    def _told(self, *, ended: bool = False) -> bytes:
+        """A chunk for the log-probabilities of the text, if there are new ones."""
+        tokens = self._tokens.take(ended=ended)
+        return self._chunk({"content": ""}, logprobs=openai_logprobs(tokens)) if tokens else b""
+
     def end(self, answer: Answer) -> bytes:
         """Why it ended, its figures, and the end of the stream."""
-        last = self._chunk({}, finish_reason=answer.finish_reason)
+        last = self._told(ended=True) + self._chunk({}, finish_reason=answer.finish_reason)
         if self._include_usage:
             last += event({**self._head(chunk=True), "choices": [], "usage": usage(answer.result)})
         return last + DONE

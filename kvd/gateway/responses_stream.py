@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvd.gateway.answers import Answer, Call, call_of, new_id, openai_logprobs
+from kvd.gateway.answers import Answer, Call, ContentTokens, call_of, new_id, openai_logprobs
 from kvd.gateway.errors import ApiError
 from kvd.gateway.fields import Fields
 from kvd.gateway.openai_responses import ResponseObject, call_item, message_item, output_text, reasoning_item
@@ -33,6 +33,7 @@ class ResponseWriter:
         self._logprobs: list[dict[str, object]] = []
         self._call = Call("", "", "")
         self._in_pieces: set[object] = set()
+        self._tokens = ContentTokens()
 
     @classmethod
     def of(cls, fields: Fields, model: str) -> ResponseWriter:
@@ -50,20 +51,28 @@ class ResponseWriter:
             case Text(text):
                 opened = self._open("message")
                 self._text += text
-                return opened + self._part("response.output_text.delta", delta=text, logprobs=[])
+                self._tokens.said(text, is_content=True)
+                return opened + self._part("response.output_text.delta", delta=text, logprobs=[]) + self._told()
             case Logprobs(tokens):
-                opened = self._open("message")
-                told = openai_logprobs(tokens)
-                self._logprobs += told
-                return opened + self._part("response.output_text.delta", delta="", logprobs=told)
+                self._tokens.sampled(tokens)
+                return self._told()
             case Reasoning(text):
-                opened = self._open("reasoning")
+                self._tokens.said(text, is_content=False)
+                opened = self._told() + self._open("reasoning")
                 self._text += text
                 return opened + self._part("response.reasoning_text.delta", delta=text)
             case ToolCall() | OtherEvent():
                 return self._called(event)
             case _:
                 return b""
+
+    def _told(self, *, ended: bool = False) -> bytes:
+        """The log-probabilities of the open message's text, if there are new ones: they open and close nothing."""
+        told = openai_logprobs(self._tokens.take(ended=ended))
+        if not told or self._kind != "message":
+            return b""
+        self._logprobs += told
+        return self._part("response.output_text.delta", delta="", logprobs=told)
 
     def _called(self, event: ToolCall | OtherEvent) -> bytes:
         index = event.data.get("index")
@@ -72,10 +81,11 @@ class ResponseWriter:
             whole and index in self._in_pieces and index is not None
         ):
             return b""
-        said, call = b"", call_of(event.data)
+        self._tokens.said("", is_content=False)
+        said, call = self._told(), call_of(event.data)
         if whole or index not in self._in_pieces:
             self._in_pieces.add(index)
-            said = self._close("completed")  # of the call before, with its own name and arguments
+            said += self._close("completed")  # of the call before, with its own name and arguments
             self._call = Call(call.id, call.name, "")
             said += self._open("function_call")
         self._call = Call(self._call.id, self._call.name, self._call.arguments + call.arguments)
@@ -85,9 +95,9 @@ class ResponseWriter:
         """The end of the open item, and the whole response."""
         ended = self._response.ended(answer)
         status = ended["status"]
-        said = b""
+        said = self._told(ended=True)
         if not self._items and not self._kind:
-            said = self._open("message")  # an empty answer is one, too
+            said += self._open("message")  # an empty answer is one, too
         said += self._close(status)
         ended["output"] = self._items
         return said + self._say(f"response.{status}", response=ended)
