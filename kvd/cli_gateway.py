@@ -66,7 +66,7 @@ DEFAULT_LISTEN = "127.0.0.1:8787"
     show_envvar=True,
     default="default",
     show_default=True,
-    help="Namespace of requests whose key names none.",
+    help="Namespace of all requests when there are no keys; a key that names none has one of its own.",
 )
 @click.option(
     "--alias",
@@ -131,6 +131,22 @@ DEFAULT_LISTEN = "127.0.0.1:8787"
     help="Such agents kept; the oldest go first.",
 )
 @click.option(
+    "--group-ttl",
+    "group_ttl_s",
+    envvar="KVD_GATEWAY_GROUP_TTL",
+    show_envvar=True,
+    type=click.FloatRange(0, min_open=True),
+    default=2_592_000.0,
+    show_default=True,
+    help="Seconds after their last use in which agents of sessions, users and cache keys are deleted.",
+)
+@click.option(
+    "--show-divergence/--no-show-divergence",
+    envvar="KVD_GATEWAY_SHOW_DIVERGENCE",
+    show_envvar=True,
+    help="Have x-kvd-divergence quote the stored text where a prompt parts from it, not only say where.",
+)
+@click.option(
     "--ping",
     "ping_s",
     envvar="KVD_GATEWAY_PING",
@@ -173,6 +189,8 @@ def gateway(
     default_max_tokens: int,
     anonymous_ttl_s: float,
     max_anonymous: int,
+    group_ttl_s: float,
+    show_divergence: bool,
     ping_s: float,
     log_level: str,
     log_file: Path | None,
@@ -223,6 +241,8 @@ def gateway(
             default_max_tokens=default_max_tokens,
             anonymous_ttl_s=anonymous_ttl_s,
             max_anonymous=max_anonymous,
+            group_ttl_s=group_ttl_s,
+            show_divergence=show_divergence,
             ping_s=ping_s,
         )
         _run(settings, log_level, log_file, with_parent=with_parent)

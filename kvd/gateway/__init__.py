@@ -2,18 +2,19 @@
 
 It speaks to the daemon through `kvd_client` alone and holds no attention state: a crash here costs no cache.
 
-- `app`: routes; `around`: host check, keys, limits, errors, one log line a request; `serve`: listening.
+- `app`: routes; `around`: host check, keys, errors, one log line a request; `bodies`: what requests may hold;
+  `serve`: listening, and connections that are slow.
 - `turns`: one request's turn in the daemon; `streams`: its events, pings, clients that leave; `answers`: a finished
   turn; `backend`: the daemon.
 - `openai_chat`, `openai_completions`, `openai_responses` with `responses_stream`, `anthropic_messages`: the dialects;
-  `openai_params`: what OpenAI's have in common; `sse`: events as bytes.
+  `openai_params`: what OpenAI's have in common; `sse`: events and JSON as bytes.
 - `identity`: whose address space a request continues. `conversations`: those of requests that name nobody.
 - `canonical`: volatile spans that are removed before anything is matched.
 - `fields`: reading JSON with errors that name what is allowed. `errors`: faults in both dialects.
 - `auth`: API keys and the Host header. `settings`: what `kvd gateway` can be told.
 - `record`: what a request was, for its log line; `metrics`: figures for Prometheus.
 
-May import kvd_client, starlette, uvicorn and prometheus_client.
+May import kvd_client, starlette, uvicorn, h11 and prometheus_client.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def counted(fields: Fields, canonical: Canonical) -> dict[str, Any]:
         ApiError: a field is unknown or wrong.
     """
     fields.refuse_unknown(FIELDS)
-    parameters: dict[str, Any] = {"messages": messages_of(fields, canonical)}
+    parameters: dict[str, Any] = {"messages": messages_of(fields, canonical), "count_only": True}
     if tools := _tools(fields, canonical).get("tools"):
         parameters["tools"] = tools
     return parameters

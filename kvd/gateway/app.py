@@ -1,4 +1,4 @@
-"""The gateway as an ASGI application: routes, and the upkeep of anonymous agents.
+"""The gateway as an ASGI application: routes, and the upkeep of agents.
 
 Routes only translate. May import starlette, kvd_client and siblings.
 """
@@ -11,24 +11,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from kvd.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
 from kvd.gateway.around import Around, Log, dialect_of
-from kvd.gateway.backend import Backend
+from kvd.gateway.backend import Backend, ModelFacts
 from kvd.gateway.canonical import Canonical, header_rules
-from kvd.gateway.conversations import Conversations
+from kvd.gateway.conversations import Conversations, Uses
 from kvd.gateway.errors import ApiError, from_daemon
 from kvd.gateway.fields import Fields, parse_body
-from kvd.gateway.identity import ANONYMOUS_PREFIX
-from kvd.gateway.metrics import CONTENT_TYPE, Metrics
+from kvd.gateway.identity import ANONYMOUS_PREFIX, PREFIX
+from kvd.gateway.metrics import CONTENT_TYPE, LOOK_S, Metrics
 from kvd.gateway.responses_stream import ResponseWriter
 from kvd.gateway.settings import GatewaySettings
+from kvd.gateway.sse import JsonReply
 from kvd.gateway.streams import unless_gone
 from kvd.gateway.turns import Plan, Turns, Writer
-from kvd_client import AsyncClient, KvdClientError, RemoteError
+from kvd_client import AsyncClient, KvdClientError
 
 REAP_EVERY_S = 60.0
 
@@ -59,9 +60,10 @@ class Gateway:
         self.log = log
         self.clock = clock
         self.conversations = Conversations(ttl_s=settings.anonymous_ttl_s, most=settings.max_anonymous)
+        self.groups = Uses(ttl_s=settings.group_ttl_s)
         self.metrics = Metrics(self.conversations)
         self._backend = Backend(client, settings.aliases, clock=clock)
-        self._turns = Turns(self._backend, self.conversations, ping_s=settings.ping_s, clock=clock)
+        self._turns = Turns(self._backend, self.conversations, self.groups, settings, clock=clock)
         self.app: ASGIApp = Around(self._routes(), settings, log, self.metrics, clock)
 
     def _routes(self) -> Router:
@@ -112,25 +114,24 @@ class Gateway:
         canonical = Canonical(header_rules(request.headers.get("x-kvd-rules"), self.settings.rules))
         planned = plan(fields, canonical)
         request.state.record.rules = tuple(sorted(canonical.fired))
-        facts = await self._served(fields)
-        return await self._turns.answer(request, planned, writer(fields, facts))
+        facts = await unless_gone(request, self._served(fields.text("model")))
+        return await self._turns.answer(request, planned, writer(fields, facts.name))
 
     async def _count_tokens(self, request: Request) -> Response:
         fields = await self._fields(request)
         canonical = Canonical(header_rules(request.headers.get("x-kvd-rules"), self.settings.rules))
         parameters = anthropic_messages.counted(fields, canonical)
-        await self._served(fields)
+        await unless_gone(request, self._served(fields.text("model")))
         try:
             result = await unless_gone(request, self.client.call("tokenize", parameters))
         except KvdClientError as error:
             raise from_daemon(error) from error
-        return JSONResponse({"input_tokens": result["count"]})
+        return JsonReply({"input_tokens": result["count"]})
 
-    async def _served(self, fields: Fields) -> str:
-        """The loaded model's name, if the request means it."""
-        name = fields.text("model")
+    async def _served(self, name: str | None) -> ModelFacts:
+        """The loaded model, if that is what a request means by a name."""
         try:
-            return (await self._backend.served(name)).name
+            return await (self._backend.model() if name is None else self._backend.served(name))
         except KvdClientError as error:
             raise from_daemon(error) from error
 
@@ -157,21 +158,14 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         entry = await self._model_entry(request)
         if dialect_of(request.url.path, request.headers) == "anthropic":
-            return JSONResponse({"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]})
-        return JSONResponse({"object": "list", "data": [entry]})
+            return JsonReply({"data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]})
+        return JsonReply({"object": "list", "data": [entry]})
 
     async def _model(self, request: Request) -> Response:
-        try:
-            await self._backend.served(request.path_params["name"])
-        except KvdClientError as error:
-            raise from_daemon(error) from error
-        return JSONResponse(await self._model_entry(request))
+        return JsonReply(await self._model_entry(request, request.path_params["name"]))
 
-    async def _model_entry(self, request: Request) -> dict[str, object]:
-        try:
-            facts = await self._backend.model()
-        except KvdClientError as error:
-            raise from_daemon(error) from error
+    async def _model_entry(self, request: Request, name: str | None = None) -> dict[str, object]:
+        facts = await unless_gone(request, self._served(name))
         if dialect_of(request.url.path, request.headers) == "anthropic":
             return {
                 "type": "model",
@@ -192,16 +186,19 @@ class Gateway:
 
     async def _health(self, request: Request) -> Response:
         try:
-            health = await self.client.health()
+            async with asyncio.timeout(LOOK_S):
+                health = await self.client.health()
+        except TimeoutError:
+            return JsonReply({"status": "daemon does not answer"}, status_code=503)
         except KvdClientError as error:
-            return JSONResponse({"status": "daemon unreachable", "message": error.message}, status_code=503)
+            return JsonReply({"status": "daemon unreachable", "message": error.message}, status_code=503)
         body = {"status": "ok" if health.ready else health.status}
-        return JSONResponse(body, status_code=200 if health.ready else 503)
+        return JsonReply(body, status_code=200 if health.ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await self.metrics.scrape(self.client), media_type=CONTENT_TYPE)
 
-    # ---- anonymous agents -------------------------------------------------------------------------------------------
+    # ---- agents whose time is over ----------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _lifespan(self, app: object) -> AsyncIterator[None]:
@@ -229,19 +226,24 @@ class Gateway:
         await self._turns.close()
 
     async def adopt(self) -> None:
-        """Take over the anonymous agents of an earlier run, with the age that the daemon knows."""
+        """Take over the agents of an earlier run: anonymous ones with the age that the daemon knows, others as new."""
         now_s, epoch_s = self.clock(), time.time()
         for agent in await self.client.agents():
-            if agent.namespace in self.settings.namespaces and agent.agent.startswith(ANONYMOUS_PREFIX):
+            if agent.namespace not in self.settings.namespaces or not agent.agent.startswith(PREFIX):
+                continue
+            if agent.agent.startswith(ANONYMOUS_PREFIX):
                 created = agent.server.get("created_s")
                 age_s = max(0.0, epoch_s - created) if isinstance(created, int | float) else 0.0
                 self.conversations.adopt(agent.namespace, agent.agent, now_s - age_s)
+            else:
+                self.groups.adopt(agent.namespace, agent.agent, now_s)
 
     async def reap(self) -> None:
-        """Delete the anonymous agents whose time is over."""
-        for namespace, agent in self.conversations.expire(self.clock()):
-            with suppress(RemoteError):  # it is gone already
-                await self.client.delete(agent, namespace=namespace)
+        """Delete the agents whose time is over; those that the daemon does not delete now are tried again."""
+        for held in (self.conversations, self.groups):
+            for namespace, agent in held.due(self.clock()):
+                if await self._backend.deleted(namespace, agent):
+                    held.forget(namespace, agent)
 
 
 def _named(path: str, handler: Handler) -> Handler:

@@ -5,28 +5,25 @@ May import starlette and siblings.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvd.gateway.answers import new_id
 from kvd.gateway.auth import check_host, check_key
+from kvd.gateway.bodies import Bodies, Body
 from kvd.gateway.errors import ApiError, ClientGone, Dialect
 from kvd.gateway.metrics import Metrics
 from kvd.gateway.record import Record
 from kvd.gateway.settings import GatewaySettings
+from kvd.gateway.sse import JsonReply
 from kvd.gateway.turns import BUG
 
 UNGUARDED = ("/health",)
 """Paths that need no API key: they tell nothing but whether requests are served."""
-DRAIN_S = 2.0
-"""How long the rest of a refused body may take."""
 STATUS_GONE = 499
 """In log and metrics: the client left before anything was sent (nginx's number)."""
 
@@ -63,6 +60,7 @@ class Around:
         self._log = log
         self._metrics = metrics
         self._clock = clock
+        self._bodies = Bodies(settings.max_held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -74,7 +72,7 @@ class Around:
         record = Record(new_id("req_"), scope["method"], path, self._clock)
         scope.setdefault("state", {})["record"] = record
         scope["app"] = self  # where there is one, the router raises what it refuses
-        body = _Body(receive)
+        body = Body(receive, self._bodies, self._settings.body_s)
         started = False
 
         async def sending(message: Message) -> None:
@@ -100,9 +98,10 @@ class Around:
             if not started:
                 await body.drain(self._settings.max_body_bytes)
                 told = fault.body(dialect_of(path, headers), record.request_id)
-                response = JSONResponse(told, status_code=fault.status, headers=fault.headers())
+                response = JsonReply(told, status_code=fault.status, headers=fault.headers())
                 await response(scope, receive, sending)
         finally:
+            body.close()
             self._done(record)
 
     async def _served(
@@ -128,33 +127,6 @@ class Around:
         self._metrics.end(record)
         told = self._log.info if record.outcome in ("ok", "disconnected") else self._log.warning
         told("request", **record.line())
-
-
-class _Body:
-    """A request's body on its way. Owner: the request.
-
-    An answer that comes while the client still sends is lost when the connection is closed on what was not read: the
-    client then sees a reset instead of its 401 or 413. So the rest is read and dropped, within bounds, before an error.
-    """
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._ended = False
-
-    async def receive(self) -> Message:
-        """The next message of the connection."""
-        message = await self._receive()
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            self._ended = True
-        return message
-
-    async def drain(self, most_bytes: int) -> None:
-        """Read what is left, so many bytes and so long at most."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                read_bytes = 0
-                while not self._ended and read_bytes <= most_bytes:
-                    read_bytes += len((await self.receive()).get("body", b""))
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:

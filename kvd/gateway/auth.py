@@ -20,6 +20,8 @@ from pathlib import Path
 from kvd.gateway.errors import ApiError, GatewayConfigError
 
 MIN_KEY_CHARACTERS = 16
+KEY_NAMESPACE_PREFIX = "key-"
+"""And 16 hex digits: the namespace of a key that names none."""
 
 
 class KeyFileError(GatewayConfigError):
@@ -31,33 +33,37 @@ class KeyRing:
     """API keys and their namespaces. Empty: nobody needs one.
 
     Attributes:
-        digests: SHA-256 of a key -> its namespace; None is the gateway's own.
+        digests: SHA-256 of a key -> its namespace.
     """
 
-    digests: tuple[tuple[bytes, str | None], ...] = ()
+    digests: tuple[tuple[bytes, str], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.digests)
 
     def namespaces(self) -> frozenset[str]:
-        """Namespaces that keys name."""
-        return frozenset(namespace for _, namespace in self.digests if namespace is not None)
+        """Namespaces of the keys."""
+        return frozenset(namespace for _, namespace in self.digests)
 
-    def namespace_of(self, key: str) -> tuple[bool, str | None]:
-        """Whether a key is known, and its namespace."""
+    def namespace_of(self, key: str) -> str | None:
+        """A key's namespace; None of a key that is not known."""
         given = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-        known, found = False, None
+        found = None
         for digest, namespace in self.digests:  # to the end, always
             if hmac.compare_digest(given, digest):
-                known, found = True, namespace
-        return known, found
+                found = namespace
+        return found
 
 
 def read_key_file(path: Path) -> KeyRing:
     """Keys of a file: one a line, `KEY` or `KEY NAMESPACE`; empty lines and lines with `#` in front are skipped.
 
+    A key without a namespace has one of its own, named after its digest: two people's keys share nothing unless the
+    file says so.
+
     Raises:
-        KeyFileError: absent, readable by others, a short key, no key, or a key that stands there twice.
+        KeyFileError: absent, readable by others, a key that is short or that no header carries, no key, or a key that
+            stands there twice.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -70,7 +76,7 @@ def read_key_file(path: Path) -> KeyRing:
         raise KeyFileError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise KeyFileError(f"{path} is no text: one key a line is wanted") from None
-    found: dict[bytes, str | None] = {}
+    found: dict[bytes, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -80,10 +86,12 @@ def read_key_file(path: Path) -> KeyRing:
                 f"{path}, line {number}: KEY or KEY NAMESPACE is wanted, with a key of {MIN_KEY_CHARACTERS} "
                 "characters or more"
             )
+        if not (words[0].isascii() and words[0].isprintable()):
+            raise KeyFileError(f"{path}, line {number}: a key has ASCII characters only: headers carry no others")
         digest = hashlib.sha256(words[0].encode()).digest()
         if digest in found:
             raise KeyFileError(f"{path}, line {number}: this key stands there twice")
-        found[digest] = words[1] if len(words) == 2 else None
+        found[digest] = words[1] if len(words) == 2 else KEY_NAMESPACE_PREFIX + digest.hex()[:16]
     if not found:
         raise KeyFileError(f"{path} has no key: write one a line, for example from: openssl rand -hex 24")
     return KeyRing(tuple(found.items()))
@@ -95,7 +103,7 @@ def check_key(keys: KeyRing, headers: Mapping[str, str], default_namespace: str)
     Args:
         keys: those that are known.
         headers: by lower-case name.
-        default_namespace: of keys that name none, and of everybody when there are no keys.
+        default_namespace: of everybody when there are no keys.
 
     Raises:
         ApiError: no key, or an unknown one.
@@ -110,10 +118,10 @@ def check_key(keys: KeyRing, headers: Mapping[str, str], default_namespace: str)
             "no API key: send it as Authorization: Bearer KEY or x-api-key: KEY",
             code="missing_api_key",
         )
-    known, namespace = keys.namespace_of(key)
-    if not known:
+    namespace = keys.namespace_of(key)
+    if namespace is None:
         raise ApiError("authentication", "incorrect API key; the keys that are known stand in the gateway's key file")
-    return namespace or default_namespace
+    return namespace
 
 
 def check_host(host: str | None, allowed: frozenset[str]) -> None:

@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from kvd.gateway.errors import ApiError
-from kvd_client import AsyncClient
+from kvd_client import AsyncClient, RemoteError
+from kvd_client.errors import AgentNotFound
 
 FACTS_S = 5.0
 """How long facts of the model are believed: a request costs no second call, and a changed model is seen soon."""
@@ -78,6 +79,20 @@ class Backend:
                 param="model",
             )
         return facts
+
+    async def deleted(self, namespace: str, agent: str) -> bool:
+        """Delete an agent; False where the daemon refuses for now (a turn of it runs): it is to be tried again.
+
+        Raises:
+            DaemonUnreachable, ConnectionLost: nobody answers.
+        """
+        try:
+            await self.client.delete(agent, namespace=namespace)
+        except AgentNotFound:
+            return True
+        except RemoteError:
+            return False
+        return True
 
 
 def _facts(info: Mapping[str, Any]) -> ModelFacts:

@@ -12,14 +12,17 @@ gateway) the daemon's sharing of pages by text still makes whole pages hits.
 
 A conversation is a chain of digests, one for each message and all before it. The table maps digests to points of
 agents, the latest wins. Anonymous agents expire after a time without use, the oldest first when there are too many;
-those that an earlier run of the gateway left are adopted with the age that the daemon knows. Pure: time is given. May
-import the standard library.
+those that an earlier run of the gateway left are adopted with the age that the daemon knows. An agent is noted before
+it is made and forgotten when the daemon has none of that name any more, not before: a delete that is refused comes
+again. Agents of groups are found by their names and only have an end (`Uses`). Pure: time is given. May import the
+standard library.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +46,8 @@ def _meaning(message: Mapping[str, Any]) -> list[object]:
     """What of a message tells conversations apart; not its reasoning, which many clients drop."""
     calls = message.get("tool_calls")
     functions = [_call_meaning(call) for call in calls] if isinstance(calls, list) else []
-    return [message.get("role"), message.get("content") or "", functions, message.get("tool_call_id")]
+    named = [message.get(name) for name in ("tool_call_id", "name")]
+    return [message.get("role"), message.get("content") or "", functions, *named]
 
 
 def _call_meaning(call: object) -> object:
@@ -90,7 +94,7 @@ class _Held:
 
 
 class Conversations:
-    """Owner: the gateway's event loop; `note`, `adopt`, `forget` and `expire` are the only ones that change it.
+    """Owner: the gateway's event loop; `note`, `adopt`, `retire` and `forget` are the only ones that change it.
 
     Args:
         ttl_s: an agent expires so long after its last use.
@@ -134,6 +138,12 @@ class Conversations:
         if (namespace, agent) not in self._held:
             self._held[namespace, agent] = _Held(used_s)
 
+    def retire(self, namespace: str, agent: str) -> None:
+        """Nobody needs an agent any more: it is due, and nobody forks it."""
+        if (namespace, agent) in self._held:
+            self.forget(namespace, agent)
+            self._held[namespace, agent] = _Held(-math.inf)
+
     def forget(self, namespace: str, agent: str) -> None:
         """An agent is gone."""
         held = self._held.pop((namespace, agent), None)
@@ -141,18 +151,43 @@ class Conversations:
             if self._holders.get((namespace, point.digest)) == agent:
                 del self._holders[namespace, point.digest]
 
-    def expire(self, now_s: float) -> list[Owner]:
-        """Forget agents whose time is over, and the oldest that are too many; returns them, to be deleted."""
+    def due(self, now_s: float) -> list[Owner]:
+        """Agents whose time is over, and the oldest that are too many; they stay known until they are gone."""
         by_age = sorted(self._held, key=lambda owner: self._held[owner].used_s)
         surplus = len(by_age) - self._most
-        ended = [
+        return [
             owner
             for number, owner in enumerate(by_age)
             if number < surplus or now_s - self._held[owner].used_s >= self._ttl_s
         ]
-        for namespace, agent in ended:
-            self.forget(namespace, agent)
-        return ended
 
 
-__all__ = ["Conversations", "Found", "Owner", "Point", "chain_of"]
+class Uses:
+    """When agents of groups were used last. Owner: the gateway's event loop.
+
+    Args:
+        ttl_s: an agent expires so long after its last use.
+    """
+
+    def __init__(self, *, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._used_s: dict[Owner, float] = {}
+
+    def use(self, namespace: str, agent: str, now_s: float) -> None:
+        """It is used now."""
+        self._used_s[namespace, agent] = now_s
+
+    def adopt(self, namespace: str, agent: str, now_s: float) -> None:
+        """An agent of an earlier run, of whose uses nothing is known: its time begins now."""
+        self._used_s.setdefault((namespace, agent), now_s)
+
+    def forget(self, namespace: str, agent: str) -> None:
+        """An agent is gone."""
+        self._used_s.pop((namespace, agent), None)
+
+    def due(self, now_s: float) -> list[Owner]:
+        """Agents whose time is over; they stay known until they are gone."""
+        return [owner for owner, used_s in self._used_s.items() if now_s - used_s >= self._ttl_s]
+
+
+__all__ = ["Conversations", "Found", "Owner", "Point", "Uses", "chain_of"]

@@ -48,6 +48,7 @@ KINDS: Mapping[str, Kind] = {
     "not_found": Kind(404, _INVALID, "not_found", "not_found_error"),
     "model_not_found": Kind(404, _INVALID, "model_not_found", "not_found_error"),
     "method_not_allowed": Kind(405, _INVALID, "method_not_allowed", _INVALID),
+    "slow": Kind(408, _INVALID, "request_timeout", _INVALID),
     "conflict": Kind(409, "conflict_error", None, "conflict_error"),
     "too_large": Kind(413, _INVALID, "request_too_large", "request_too_large"),
     "media_type": Kind(415, _INVALID, "unsupported_media_type", _INVALID),

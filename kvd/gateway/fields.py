@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from kvd.gateway.errors import ApiError, invalid
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""How JSON spells half of a pair."""
 
 
 class Fields:
@@ -155,14 +159,20 @@ def parse_body(data: bytes) -> Fields:
     """The request's body.
 
     Raises:
-        ApiError: it is no JSON object.
+        ApiError: it is no JSON object, or has strings or keys that are no text: nothing of it could be said again.
     """
     try:
-        value = json.loads(data, parse_constant=_no_number, parse_float=_finite)
+        text = data.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if _SURROGATE.search(text) is not None:  # of pairs JSON makes one character
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ApiError("invalid", "the request's JSON is nested too deep") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ApiError("invalid", f"the request's body is not valid JSON: {error}") from None
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(error.object[error.start]):04X}"
+        raise ApiError("invalid", f"the request has a lone surrogate ({found}), which is no character") from None
+    except ValueError as error:
+        raise ApiError("invalid", f"the request's body is not valid JSON in UTF-8: {error}") from None
     if not isinstance(value, dict):
         raise ApiError("invalid", f"the request's body must be a JSON object, not {_kind(value)}")
     return Fields(value)

@@ -2,9 +2,13 @@
 
 Theory of operation. `SOURCES` lists what may name an agent; the first one that a request has wins. `X-Kvd-Agent` is an
 agent's own name. All others name a *group* (a session, a user, a cache key) that may hold several conversations at a
-time: a client's sub-agents share its key. So the agent of such a request is the group and the conversation's root, a
-digest of everything up to the first user message: conversations of one group never evict each other or wait for each
-other, and a conversation keeps its agent after a restart of gateway or daemon, without any state here.
+time: a client's sub-agents share its key. So the agent of such a request is the group and the conversation's root, all
+up to the first user message: conversations of one group never evict each other or wait for each other, and a
+conversation keeps its agent after a restart of gateway or daemon, without any state here.
+
+The agent's name shows source and value to whoever reads it and ends with a digest of a JSON list of source, fields,
+values and root. The digest tells agents apart, not the text before it: no value can be spelt so that it reads like
+another value with a root, or like two.
 
 A request that names nothing is anonymous (`kvd.gateway.conversations`). Names that the gateway makes begin with
 `PREFIX`; clients cannot name those. Pure. May import kvd.gateway.errors.
@@ -26,9 +30,11 @@ PREFIX = "gw:"
 ANONYMOUS_PREFIX = PREFIX + "anonymous:"
 MAX_NAME_CHARACTERS = 128
 MAX_VALUE_CHARACTERS = 72
-"""Longer values are shortened to a digest: an agent's name has 128 characters, with prefix and root."""
+"""Longer values are shown as a digest: an agent's name has 128 characters, with prefix and digest."""
+DIGEST_BYTES = 12
 
 AGENT_HEADER = "x-kvd-agent"
+CLAUDE_HEADERS = ("x-claude-code-session-id", "x-claude-code-agent-id")
 SESSION_HEADERS = ("session-id", "session_id", "x-session-id", "x-session-affinity", "x-opencode-session")
 METADATA_FIELDS = ("agent_id", "session_id", "conversation_id", "thread_id", "user_id")
 
@@ -74,52 +80,58 @@ def identify(
     """
     if (name := headers.get(AGENT_HEADER)) is not None:
         return Identity("agent", _own_name(name))
-    for source, value in _groups(headers, body):
-        if value:
-            root = "" if messages is None else ":" + root_digest(messages)
-            return Identity(source, f"{PREFIX}{source}:{_short(value)}{root}")
+    root = None if messages is None else root_of(messages)
+    for source, named in _groups(headers, body):
+        if named:
+            shown = "/".join(value for _, value in named)
+            digest = hashlib.blake2b(json.dumps([source, named, root]).encode(), digest_size=DIGEST_BYTES).hexdigest()
+            return Identity(source, f"{PREFIX}{source}:{_short(shown)}:{digest}")
     return Identity("anonymous", None)
 
 
-def _groups(headers: Mapping[str, str], body: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What names a group, in order; empty where it is absent."""
-    claude = "/".join(
-        value for part in ("session", "agent") if (value := headers.get(f"x-claude-code-{part}-id", "").strip())
-    )
-    session = next((value for name in SESSION_HEADERS if (value := headers.get(name, "").strip())), "")
-    user = _text(body.get("safety_identifier")) or _text(body.get("user"))
+Named = list[tuple[str, str]]
+"""What names a group: (header or field, value), none where it is absent."""
+
+
+def _groups(headers: Mapping[str, str], body: Mapping[str, Any]) -> list[tuple[str, Named]]:
+    """What names a group, by source, in order."""
     return [
-        ("claude-code", claude),
-        ("session", session),
-        ("cache-key", _text(body.get("prompt_cache_key"))),
+        ("claude-code", [pair for name in CLAUDE_HEADERS for pair in _first(headers, (name,))]),
+        ("session", _first(headers, SESSION_HEADERS)),
+        ("cache-key", _first(body, ("prompt_cache_key",))),
         ("metadata", _of_metadata(body.get("metadata"))),
-        ("user", user),
+        ("user", _first(body, ("safety_identifier", "user"))),
     ]
 
 
-def _of_metadata(metadata: object) -> str:
-    if not isinstance(metadata, dict):
-        return ""
-    value = next((text for name in METADATA_FIELDS if (text := _text(metadata.get(name)))), "")
-    if found := _CLAUDE_USER.search(
-        value
-    ):  # user_…_account_…_session_ID: the session is the part that tells agents apart
+def _first(values: Mapping[str, Any], names: Sequence[str]) -> Named:
+    """The first of some names that has a value."""
+    return [(name, text) for name in names if (text := _text(values.get(name)))][:1]
+
+
+def _of_metadata(metadata: object) -> Named:
+    found = _first(metadata, METADATA_FIELDS) if isinstance(metadata, dict) else []
+    session = _session_in(found[0][1]) if found and found[0][0] == "user_id" else ""
+    return [("session_id", session)] if session else found
+
+
+def _session_in(user_id: str) -> str:
+    """The session in Claude Code's `user_id`, which is the part that tells agents apart; empty where there is none."""
+    if found := _CLAUDE_USER.search(user_id):  # user_…_account_…_session_ID
         return found[1]
-    if value.startswith("{"):
+    if user_id.startswith("{"):
         try:
-            inner = json.loads(value)
+            inner = json.loads(user_id)
         except (ValueError, RecursionError):
-            return value
-        return _text(inner.get("session_id")) or value if isinstance(inner, dict) else value
-    return value
+            return ""
+        return _text(inner.get("session_id")) if isinstance(inner, dict) else ""
+    return ""
 
 
-def root_digest(messages: Sequence[Mapping[str, Any]]) -> str:
-    """16 hex digits of everything up to the first user message: equal for all turns of a conversation."""
+def root_of(messages: Sequence[Mapping[str, Any]]) -> list[object]:
+    """Everything up to the first user message: equal for all turns of a conversation."""
     end = next((index for index, message in enumerate(messages) if message.get("role") == "user"), len(messages) - 1)
-    root = [[message.get("role"), message.get("content")] for message in messages[: end + 1]]
-    data = json.dumps(root, ensure_ascii=True, sort_keys=True).encode()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return [[message.get("role"), message.get("content")] for message in messages[: end + 1]]
 
 
 def _own_name(sent: str) -> str:
@@ -149,4 +161,4 @@ def _text(value: object) -> str:
     return value.strip() if isinstance(value, str) else ""
 
 
-__all__ = ["ANONYMOUS_PREFIX", "PREFIX", "SOURCES", "Identity", "identify", "root_digest"]
+__all__ = ["ANONYMOUS_PREFIX", "PREFIX", "SOURCES", "Identity", "identify"]

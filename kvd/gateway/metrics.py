@@ -5,6 +5,7 @@ Names are listed in docs/gateway.md. May import prometheus_client, kvd_client an
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -15,6 +16,8 @@ from kvd_client import AsyncClient, KvdClientError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+LOOK_S = 2.0
+"""How long a daemon is waited for by those who only look at it: scrapes and health checks."""
 DAEMON_FIGURES = ("running", "queued", "preempted", "max_batch")
 """Of `health`; from `statistics` every number is told."""
 
@@ -92,9 +95,10 @@ class Metrics:
     async def scrape(self, client: AsyncClient) -> bytes:
         """All figures as text; without the daemon's when it does not answer."""
         try:
-            health = (await client.health()).server
-            figures: Mapping[str, object] = await client.call("statistics")
-        except KvdClientError:
+            async with asyncio.timeout(LOOK_S):
+                health = (await client.health()).server
+                figures: Mapping[str, object] = await client.call("statistics")
+        except (KvdClientError, TimeoutError):
             self._up.set(0)
             self._daemon.clear()
         else:
@@ -106,4 +110,4 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "LOOK_S", "Metrics"]

@@ -16,6 +16,8 @@ from kvd_client import GenerateResult
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
 MAX_ALTERNATIVES = 20
+MAX_LOGIT_BIAS = 1024
+"""Tokens, as the daemon takes them."""
 MAX_SEED = 2**63 - 1
 MAX_LOGPROB_ENTRIES = 65_536
 """What the daemon holds of log-probabilities: tokens times alternatives and one."""
@@ -69,6 +71,8 @@ def sampling(fields: Fields) -> dict[str, Any]:
         options["seed"] = fields.integer("seed", -MAX_SEED, MAX_SEED) % (MAX_SEED + 1)
     if fields.has("logit_bias"):
         bias = fields.inner("logit_bias")
+        if len(bias.raw) > MAX_LOGIT_BIAS:
+            fields.wrong("logit_bias", f"takes at most {MAX_LOGIT_BIAS} tokens, not {len(bias.raw)}")
         options["logit_bias"] = {token: bias.number(token, -100, 100, 0) for token in bias.raw}
     if fields.has("top_k"):
         options["top_k"] = fields.integer("top_k", 0, MAX_NEW_TOKENS)

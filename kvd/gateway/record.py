@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -33,6 +33,7 @@ class Record:
         status: of HTTP; 499 where the client left before it was sent.
         ttft_s: from arrival to the first sampled token.
         result: the daemon's figures, once there are any.
+        show_divergence: the client may see the stored text where its prompt parts from it.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Record:
     status: int = 0
     ttft_s: float | None = None
     result: GenerateResult | None = None
+    show_divergence: bool = False
     started_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,8 +83,10 @@ class Record:
         if self.result is not None:
             found["x-kvd-durable"] = str(self.result.durable).lower()
             # of a stranger's text nothing is told, not even where it goes on
-            if (divergence := self.result.server.get("divergence")) and self.identity != "anonymous":
-                found["x-kvd-divergence"] = json.dumps(divergence, ensure_ascii=True, default=str)
+            divergence = self.result.server.get("divergence")
+            if isinstance(divergence, dict) and self.identity != "anonymous":
+                told = divergence if self.show_divergence else _positions(divergence)
+                found["x-kvd-divergence"] = json.dumps(told, ensure_ascii=True, default=str)
         return {name: value for name, value in found.items() if value}
 
     def line(self) -> dict[str, object]:
@@ -107,6 +111,11 @@ class Record:
                 for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "finish_reason", "match", "durable")
             }
         return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def _positions(divergence: Mapping[str, object]) -> dict[str, object]:
+    """Where texts part, without a character of them: whoever knows an agent's name need not have written its text."""
+    return {name: divergence[name] for name in ("byte", "character", "token") if name in divergence}
 
 
 def _ascii(text: str) -> str:

@@ -2,7 +2,8 @@
 
 The socket is made here, so that port 0 works and the address can be told before the first request. A gateway that
 `kvd serve` started ends with it: it holds the reading end of a pipe that nobody writes to, which ends when the other
-process does, however that dies. May import uvicorn, kvd_client and siblings.
+process does, however that dies. May import uvicorn,
+h11, kvd_client and siblings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvd.gateway.app import Gateway
 from kvd.gateway.around import Log
@@ -27,6 +30,12 @@ from kvd_client import AsyncClient
 BACKLOG = 256
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together."""
+HEAD_S = 10.0
+"""Request line and headers are there in so long, from the connection's first moment or a later request's first byte."""
+MAX_REQUESTS = 512
+"""Connections with which requests are still answered; beyond, with a bare 503."""
+MAX_CONNECTIONS = 2 * MAX_REQUESTS
+"""Connections that are kept open; more are closed at once."""
 STOP_GRACE_S = 5
 """Running requests get so long when the gateway stops; then they are cancelled, and the daemon keeps what it made."""
 
@@ -74,6 +83,52 @@ def base_url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Patient(H11Protocol):
+    """An HTTP connection whose client is waited for, but not for ever. Owner: the event loop.
+
+    uvicorn ends connections that are idle between requests; one that never sends the end of its first line, or of its
+    headers, would stay. Bodies have a deadline of their own (`kvd.gateway.bodies`).
+    """
+
+    head_s = HEAD_S
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first head."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Look whether the head is there."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._wait_for_head()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client left."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(self.head_s, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        self._late = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
 def server_config(gateway: Gateway) -> uvicorn.Config:
     """How uvicorn runs a gateway."""
     return uvicorn.Config(
@@ -85,7 +140,8 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=STOP_GRACE_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        http="h11",
+        http=Patient,
+        limit_concurrency=MAX_REQUESTS,
         loop="asyncio",
         ws="none",
     )
@@ -94,7 +150,7 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
 async def _serve(
     settings: GatewaySettings, log: Log, sock: socket.socket, ready: Callable[[str], None], with_parent: bool
 ) -> None:
-    gateway = Gateway(settings, AsyncClient(settings.socket, namespace=settings.namespace), log)
+    gateway = Gateway(settings, AsyncClient(settings.socket), log)
     server = uvicorn.Server(server_config(gateway))
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -104,6 +160,10 @@ async def _serve(
     # wanted end is no death by a signal
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, stop)
+    if not settings.keys:
+        log.warning(
+            "no_api_keys", access="every user and program of this machine may use the model and everybody's agents"
+        )
     watch = asyncio.create_task(_end_with_parent(server)) if with_parent else None
     try:
         ready(base_url(sock))

@@ -16,8 +16,13 @@ DEFAULT_PORT = 8787
 DEFAULT_MAX_BODY_BYTES = 8 * 2**20
 LARGEST_BODY_BYTES = 15 * 2**20
 """The daemon accepts messages of 16 MiB; text and field names around a body fit into the rest."""
+MAX_HELD_BYTES = 96 * 2**20
+"""Bodies of all requests together: in the daemon's form, where a number may take twice its text, they stay below the
+256 MiB that it holds for all connections."""
+BODY_S = 60.0
 DEFAULT_MAX_TOKENS = 4096
 DEFAULT_ANONYMOUS_TTL_S = 86_400.0
+DEFAULT_GROUP_TTL_S = 30 * 86_400.0
 DEFAULT_PING_S = 15.0
 MAX_ANONYMOUS = 1000
 
@@ -29,15 +34,19 @@ class GatewaySettings:
     Attributes:
         socket: the daemon's socket.
         host, port: where to listen; port 0 takes a free one.
-        keys: API keys; none on loopback lets everybody in.
+        keys: API keys; none lets every user of this machine in.
         allowed_hosts: names that a Host header may have besides IP addresses and `localhost`.
-        namespace: of requests without a key that names one.
+        namespace: of all requests when there are no keys.
         aliases: names (with `*`) under which the loaded model is served, too.
         rules: names of the canonicalisation rules in force.
         max_body_bytes: of a request.
+        max_held_bytes: of the bodies of all requests together that are being answered.
+        body_s: a request's body is there in so long.
         default_max_tokens: for requests that say none.
         anonymous_ttl_s: anonymous agents expire so long after their last use.
         max_anonymous: anonymous agents kept.
+        group_ttl_s: agents of sessions, users and other groups expire so long after their last use.
+        show_divergence: tell the text, not only the place, where a prompt and an agent's stored text part.
         ping_s: a stream that has nothing to say says so this often.
     """
 
@@ -50,9 +59,13 @@ class GatewaySettings:
     aliases: tuple[str, ...] = ()
     rules: frozenset[str] = chosen_rules()
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_held_bytes: int = MAX_HELD_BYTES
+    body_s: float = BODY_S
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     anonymous_ttl_s: float = DEFAULT_ANONYMOUS_TTL_S
     max_anonymous: int = MAX_ANONYMOUS
+    group_ttl_s: float = DEFAULT_GROUP_TTL_S
+    show_divergence: bool = False
     ping_s: float = DEFAULT_PING_S
 
     def __post_init__(self) -> None:
@@ -65,14 +78,18 @@ class GatewaySettings:
         _within("max-body", self.max_body_bytes, 1024, LARGEST_BODY_BYTES)
         _within("default-max-tokens", self.default_max_tokens, 1, 1_000_000)
         _within("max-anonymous", self.max_anonymous, 1, 1_000_000)
-        for name, value in (("anonymous-ttl", self.anonymous_ttl_s), ("ping", self.ping_s)):
+        for name, value in (
+            ("anonymous-ttl", self.anonymous_ttl_s),
+            ("group-ttl", self.group_ttl_s),
+            ("ping", self.ping_s),
+        ):
             if not value > 0:
                 raise GatewayConfigError(f"{name} must be above 0 seconds, not {value:g}")
 
     @property
     def namespaces(self) -> frozenset[str]:
         """All namespaces that requests can come to."""
-        return frozenset({self.namespace, *self.keys.namespaces()})
+        return self.keys.namespaces() or frozenset({self.namespace})
 
 
 def is_loopback(host: str) -> bool:

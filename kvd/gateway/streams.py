@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any, Generic, Literal, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -19,28 +20,60 @@ from kvd.gateway.errors import ClientGone
 T = TypeVar("T")
 
 
-async def paced(events: AsyncGenerator[T, None], every_s: float) -> AsyncGenerator[T | None, None]:
-    """Events as they come, and None whenever none came for so long. Closes `events`."""
-    waiting: asyncio.Task[T] | None = None
-    try:
-        while True:
-            if waiting is None:
-                waiting = asyncio.ensure_future(_next(events))
-            await asyncio.wait({waiting}, timeout=every_s)
-            if not waiting.done():
-                yield None
-                continue
-            task, waiting = waiting, None
-            try:
-                event = task.result()
-            except StopAsyncIteration:
-                return
-            yield event
-    finally:
+class End(Enum):
+    """What `Paced.next` returns when there is nothing more."""
+
+    END = "end"
+
+
+END = End.END
+
+
+class Paced(Generic[T]):
+    """Events of a generator, and a sign whenever nothing was said for too long. Owner: one request.
+
+    Silence is counted from `spoke`, not from the last event: a long prompt or a queue has many that the client is not
+    told of.
+
+    Args:
+        events: closed with this.
+        every_s: the longest silence.
+    """
+
+    def __init__(self, events: AsyncGenerator[T, None], every_s: float) -> None:
+        self._events = events
+        self._every_s = every_s
+        self._clock = asyncio.get_running_loop().time
+        self._waiting: asyncio.Task[T] | None = None
+        self.spoke()
+
+    def spoke(self) -> None:
+        """Something was said just now."""
+        self._until_s = self._clock() + self._every_s
+
+    async def next(self) -> T | Literal[End.END] | None:
+        """The next event; None when it has been silent too long, from when on it counts anew; `END` at the end."""
+        if self._waiting is None:
+            self._waiting = asyncio.ensure_future(_next(self._events))
+        left_s = self._until_s - self._clock()
+        if left_s > 0:
+            await asyncio.wait({self._waiting}, timeout=left_s)
+        if left_s <= 0 or not self._waiting.done():
+            self.spoke()
+            return None
+        task, self._waiting = self._waiting, None
+        try:
+            return task.result()
+        except StopAsyncIteration:
+            return END
+
+    async def aclose(self) -> None:
+        """Leave: the generator is closed, also while it is waited for."""
+        waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-        await events.aclose()
+        await self._events.aclose()
 
 
 async def _next(events: AsyncGenerator[T, None]) -> T:
@@ -108,4 +141,4 @@ async def _not_empty(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[byte
                 yield data
 
 
-__all__ = ["EventStream", "paced", "unless_gone"]
+__all__ = ["END", "End", "EventStream", "Paced", "unless_gone"]

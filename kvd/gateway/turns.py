@@ -3,7 +3,8 @@
 Theory of operation. A dialect makes a `Plan` of a request. `Turns.start` finds the agent (for anonymous requests: forks
 one) and sends the call. Then either `whole` waits for the answer, or `EventStream` sends what the dialect's writer
 makes of each event. Headers of a stream go out when the daemon has matched the prompt: what it refuses before that is
-an HTTP status, not an error inside a stream. A stream with nothing to say pings.
+an HTTP status, not an error inside a stream. A stream that has written nothing for a while pings, however much the
+daemon says that its client is not told.
 
 A client that closes its connection ends its call at once, in both forms: the daemon stops at its next step and keeps
 what it computed. May import kvd_client, starlette and siblings.
@@ -13,22 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from kvd.gateway.answers import Answer, answer_of, new_id
 from kvd.gateway.backend import Backend
-from kvd.gateway.conversations import Conversations, Found, Point, chain_of
+from kvd.gateway.conversations import Conversations, Found, Point, Uses, chain_of
 from kvd.gateway.errors import ApiError, from_daemon
-from kvd.gateway.identity import ANONYMOUS_PREFIX, identify
+from kvd.gateway.identity import ANONYMOUS_PREFIX, PREFIX, identify
 from kvd.gateway.record import Record
-from kvd.gateway.streams import EventStream, paced, unless_gone
+from kvd.gateway.settings import GatewaySettings
+from kvd.gateway.sse import JsonReply
+from kvd.gateway.streams import END, EventStream, Paced, unless_gone
 from kvd_client import AsyncGenerateStream, KvdClientError, RemoteError
+from kvd_client.errors import AgentNotFound
 from kvd_client.stream import FirstToken, Matched, Queued, StreamEvent
 
 BUG = "a bug of the gateway; its log has the details"
@@ -85,7 +89,8 @@ class Turns:
     Args:
         backend: the daemon.
         conversations: anonymous ones.
-        ping_s: how long a stream may be silent.
+        groups: of all others that the gateway named.
+        settings: of the gateway.
         clock: monotonic seconds.
     """
 
@@ -93,13 +98,15 @@ class Turns:
         self,
         backend: Backend,
         conversations: Conversations,
+        groups: Uses,
+        settings: GatewaySettings,
         *,
-        ping_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._conversations = conversations
-        self._ping_s = ping_s
+        self._groups = groups
+        self._settings = settings
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,7 +127,7 @@ class Turns:
         except BaseException:
             running.close()
             raise
-        return JSONResponse(dict(writer.whole(answer)), headers=running.headers())
+        return JsonReply(dict(writer.whole(answer)), headers=running.headers())
 
     async def _start(self, request: Request, plan: Plan, record: Record) -> Running:
         try:
@@ -132,9 +139,14 @@ class Turns:
         identity = identify(request.headers, plan.body, plan.messages)
         record.identity, namespace, agent = identity.source, record.namespace, identity.agent
         ended: Callable[[Answer | None], None] = _nothing
+        record.show_divergence = self._settings.show_divergence
         if agent is None:
             agent = new_id(ANONYMOUS_PREFIX)
+            # known before it is made: whatever becomes of this request, it has an end
+            self._conversations.note(namespace, agent, (), self._clock())
             ended = await self._anonymous(namespace, agent, plan)
+        elif agent.startswith(PREFIX):
+            self._groups.use(namespace, agent, self._clock())
         record.agent = agent
         client, options = self._backend.client, {**plan.options, "stream": plan.stream}
         if plan.messages is None:
@@ -165,7 +177,7 @@ class Turns:
                 points.append(Point(whole, result.prompt_tokens + result.completion_tokens))
             self._conversations.note(namespace, agent, points, self._clock())
             if source is not None and self._conversations.is_superseded(namespace, source.agent, points):
-                self._conversations.forget(namespace, source.agent)
+                self._conversations.retire(namespace, source.agent)
                 self._later(self._delete(namespace, source.agent))
 
         return ended
@@ -177,14 +189,17 @@ class Turns:
             return None
         try:
             await self._backend.client.fork(source.agent, agent, source.tokens, namespace=namespace)
-        except RemoteError:  # it was deleted, or its pages are lost: the turn starts from what the namespace shares
+        except AgentNotFound:  # it was deleted: the turn starts from what the namespace shares
             self._conversations.forget(namespace, source.agent)
+            return None
+        except RemoteError:  # busy, or its pages are lost; it is still there, and still has an end
             return None
         return source
 
     async def _delete(self, namespace: str, agent: str) -> None:
-        with suppress(KvdClientError):  # it is gone, or will be found and deleted by a later run
-            await self._backend.client.delete(agent, namespace=namespace)
+        with suppress(KvdClientError):  # what is not deleted now stays due
+            if await self._backend.deleted(namespace, agent):
+                self._conversations.forget(namespace, agent)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -196,7 +211,7 @@ class Turns:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _stream(self, running: Running, writer: Writer, record: Record) -> Response:
-        events = paced(running.events(), self._ping_s)
+        events = Paced(running.events(), self._settings.ping_s)
         try:
             first = await _prelude(events)
         except BaseException:
@@ -281,17 +296,16 @@ class Running:
             ended(answer)
 
 
-async def _prelude(events: AsyncIterator[StreamEvent | None]) -> StreamEvent | None:
+async def _prelude(events: Paced[StreamEvent]) -> StreamEvent | None:
     """The first event that says the turn has begun; None where that takes so long that the client must hear of it."""
-    async for event in events:
-        if not isinstance(event, Queued):
-            return event
-    return None
+    while isinstance(event := await events.next(), Queued):
+        pass
+    return None if event is END else event
 
 
 async def _written(
     running: Running,
-    events: AsyncGenerator[StreamEvent | None, None],
+    events: Paced[StreamEvent],
     writer: Writer,
     first: StreamEvent | None,
     record: Record,
@@ -302,8 +316,11 @@ async def _written(
             yield writer.begin(running.matched)
             if first is not None:
                 yield writer.event(first)
-            async for event in events:
-                yield writer.ping() if event is None else writer.event(event)
+            events.spoke()
+            while (event := await events.next()) is not END:
+                if said := writer.ping() if event is None else writer.event(event):
+                    yield said
+                    events.spoke()
             yield writer.end(await running.answer())
     except ApiError as error:
         record.failed(error)

@@ -368,7 +368,7 @@ class KvdService:
         return await self._call(views.statistics)
 
     async def _tokenize(self, params: Params, context: CallContext) -> object:
-        params.refuse_unknown("text", "messages", "tools")
+        params.refuse_unknown("text", "messages", "tools", "count_only")
         if params.has("messages"):
             return await self._tokenize_messages(params, context)
         if params.has("tools"):
@@ -380,7 +380,7 @@ class KvdService:
                 f"text takes at most {MAX_TOKENIZE_BYTES} bytes here, not {text_bytes}; send it in parts",
                 parameter="text",
             )
-        return await self._count(context, lambda codec: codec.encode_content(text))
+        return await self._count(params, context, lambda codec: codec.encode_content(text))
 
     async def _tokenize_messages(self, params: Params, context: CallContext) -> object:
         """The tokens that `chat` would compute for a conversation of a new agent."""
@@ -392,16 +392,18 @@ class KvdService:
             raise InvalidParams(
                 f"messages take at most {MAX_TOKENIZE_BYTES} bytes here, not {len(prompt.data)}", parameter="messages"
             )
-        return await self._count(context, lambda codec: codec.encode_typed(prompt, at_start=True)[0])
+        return await self._count(params, context, lambda codec: codec.encode_typed(prompt, at_start=True)[0])
 
-    async def _count(self, context: CallContext, encode: Callable[[TextCodec], Sequence[int]]) -> object:
+    async def _count(
+        self, params: Params, context: CallContext, encode: Callable[[TextCodec], Sequence[int]]
+    ) -> object:
         """What encoding gives; the loop goes on serving others meanwhile."""
-        codec, _ = await self._text_parts()
+        (codec, _), only = await self._text_parts(), params.flag("count_only", False)
         async with self._encoding:  # one at a time: each takes a hundred times its text in memory
             if context.cancelled:
                 raise Cancelled("cancelled while it waited for others' texts")
             ids = await asyncio.to_thread(encode, codec)
-        return {"tokens": list(ids), "count": len(ids)}
+        return {"count": len(ids)} if only else {"tokens": list(ids), "count": len(ids)}
 
     async def _hello(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("client", "protocol")

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvd.errors import AgentNotFound, KvdError
+from kvd.errors import AgentNotFound, Cancelled, KvdError
 from kvd.front import CallContext
 from tests.front.service import FakeService
 
@@ -15,8 +15,9 @@ from tests.front.service import FakeService
 class ScriptedDaemon(FakeService):
     """Answers turns with `events` and `result`, or with `error`; `params` has what each turn was asked.
 
-    A turn whose agent is `hangs` waits until it is cancelled; one whose agent begins with `echo` says that name; `gone`
-    are agents that cannot be forked, `listed` those it has.
+    A turn whose agent is `hangs` waits until it is cancelled; one whose agent begins with `echo` says that name, one
+    that begins with `only` says events of that kind without end; `gone` are agents that cannot be forked, `refused`
+    and `unforked` what `agent.delete` and `agent.fork` raise, by name, `listed` those it has.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,9 @@ class ScriptedDaemon(FakeService):
         self.error: KvdError | None = None
         self.late_error: KvdError | None = None
         self.gone: set[str] = set()
+        self.refused: dict[str, KvdError] = {}
+        self.unforked: dict[str, KvdError] = {}
+        self.on_fork: Callable[[], object] = lambda: None
         self.sharing = "namespace"
         self.listed: list[dict[str, object]] = []
 
@@ -42,6 +46,11 @@ class ScriptedDaemon(FakeService):
             return await self.until_cancelled("hangs", context, emit=True)
         if self.error is not None:
             raise self.error
+        if params["agent"].startswith("only "):  # says how far it is, over and over, until it is cancelled
+            while not context.cancelled:
+                context.emit({"type": params["agent"].removeprefix("only "), "position": 1, "done_tokens": 1})
+                await asyncio.sleep(0.001)
+            raise Cancelled("cancelled by the client")
         if params["agent"].startswith("echo "):  # says its own name, letter by letter, among all others
             for letter in params["agent"]:
                 context.emit({"type": "text", "text": letter})
@@ -69,9 +78,17 @@ class ScriptedDaemon(FakeService):
     do_generate = do_chat
 
     async def do_agent_fork(self, params: Mapping[str, Any], context: CallContext) -> object:
+        self.on_fork()
+        if (refusal := self.unforked.get(params["agent"])) is not None:
+            raise refusal
         if params["agent"] in self.gone:
             raise AgentNotFound("no such agent", agent=params["agent"])
         return await super().do_agent_fork(params, context)
+
+    async def do_agent_delete(self, params: Mapping[str, Any], context: CallContext) -> object:
+        if (refusal := self.refused.get(params["agent"])) is not None:
+            raise refusal
+        return await super().do_agent_delete(params, context)
 
     async def do_agent_list(self, params: Mapping[str, Any], context: CallContext) -> object:
         return {"agents": self.listed}
@@ -80,7 +97,7 @@ class ScriptedDaemon(FakeService):
         return {"model": "tiny", "context_tokens": 512, "sharing": self.sharing}
 
     async def do_tokenize(self, params: Mapping[str, Any], context: CallContext) -> object:
-        return {"tokens": [1, 2, 3], "count": 3}
+        return {"count": 3} if params.get("count_only") else {"tokens": [1, 2, 3], "count": 3}
 
 
 def text(value: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def keys(tmp_path: Path) -> KeyRing:
 
 def test_keys_open_their_namespace(scripted: ScriptedDaemon, keys: KeyRing) -> None:
     """Either header carries a key; each comes to its namespace; health needs none and tells little."""
+    own = f"key-{sha256(KEY.encode()).hexdigest()[:16]}"
     with gateway(scripted.path, keys=keys) as served:  # type: ignore[attr-defined]
         for headers in ({}, {"authorization": "Bearer " + "x" * 24}, {"x-api-key": "x"}, {"authorization": KEY}):
             for path in ("/v1/chat/completions", "/metrics", "/v1/models"):
@@ -49,7 +51,7 @@ def test_keys_open_their_namespace(scripted: ScriptedDaemon, keys: KeyRing) -> N
         assert scripted.of("chat") == []
         assert served.post("/v1/chat/completions", CHAT, authorization=f"Bearer {KEY}").status == 200
         assert served.post("/v1/chat/completions", CHAT, x_api_key=TEAM_KEY).status == 200
-        assert [asked["namespace"] for asked in scripted.of("chat")] == ["default", "team"]
+        assert [asked["namespace"] for asked in scripted.of("chat")] == [own, "team"]
         assert served.ask("GET", "/health").json == {"status": "ok"}
 
 
@@ -60,6 +62,8 @@ def test_keys_open_their_namespace(scripted: ScriptedDaemon, keys: KeyRing) -> N
         (KEY, 0o660, "chmod 600"),
         ("short", 0o600, "16 characters"),
         (f"{KEY} a b", 0o600, "KEY NAMESPACE"),
+        ("schlüssel" * 3, 0o600, "ASCII"),
+        (KEY + "\x07", 0o600, "ASCII"),
         (f"{KEY}\n{KEY} team", 0o600, "twice"),
         ("# nothing\n", 0o600, "has no key"),
     ],
@@ -70,6 +74,29 @@ def test_key_files_that_cannot_be_trusted_are_refused(tmp_path: Path, text: str,
         read_key_file(key_file(tmp_path, text, mode))
     with pytest.raises(KeyFileError, match="cannot be read"):
         read_key_file(tmp_path / "absent")
+
+
+def test_keys_without_a_namespace_share_nothing(tmp_path: Path) -> None:
+    """P19: each has one of its own, the same after a restart; only a file that says so puts two keys together."""
+    other = "o" * 24
+    text = f"{KEY}\n{other}\n{TEAM_KEY} team\n{'u' * 24} team\n"
+    ring = read_key_file(key_file(tmp_path, text))
+    assert ring.namespace_of(KEY) == read_key_file(key_file(tmp_path, KEY)).namespace_of(KEY)
+    assert len({ring.namespace_of(KEY), ring.namespace_of(other), "default"}) == 3
+    assert ring.namespace_of("u" * 24) == "team"
+    assert ring.namespace_of("v" * 24) is None
+    assert GatewaySettings(socket=tmp_path, keys=ring).namespaces == ring.namespaces()
+
+
+def test_what_a_prompt_parts_from_is_quoted_only_when_asked_for(scripted: ScriptedDaemon) -> None:
+    """P19: whoever knows an agent's name need not have written its text."""
+    divergence = {"byte": 3, "character": 3, "token": 1, "expected": "secret", "found": "b"}
+    for shown in (False, True):
+        with gateway(scripted.path, show_divergence=shown) as served:  # type: ignore[attr-defined]
+            scripted.script({"type": "text", "text": "x"}, match="diverge", divergence=divergence)
+            headers = served.post("/v1/chat/completions", CHAT, x_kvd_agent="me").headers
+            told = json.loads(headers["x-kvd-divergence"])
+            assert told == (divergence if shown else {"byte": 3, "character": 3, "token": 1})
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8787", "[::1]:80", "10.1.2.3", "kvd.lan:9"])

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from kvd.gateway.conversations import Conversations, Point, chain_of
+from kvd.errors import AgentNotFound, Busy
+from kvd.gateway.conversations import Conversations, Point, Uses, chain_of
 from tests.gateway.daemons import ScriptedDaemon, text
 from tests.gateway.serving import Served, gateway
 from tests.support.daemon import eventually
@@ -30,6 +31,7 @@ def test_a_chain_tells_meaning_not_spelling() -> None:
     assert base == chain_of([USER, called('{"b":2,"a":1}') | {"content": "", "reasoning_content": "Hm."}])
     assert base != chain_of([USER, called('{"a": 1}')])
     assert base[0] != chain_of([USER], [{"name": "f"}])[0]
+    assert base[0] != chain_of([USER | {"name": "ann"}])[0]  # templates may print it
     assert chain_of([USER, NEXT])[0] == chain_of([USER])[0]
 
 
@@ -90,12 +92,39 @@ def test_agents_end() -> None:
     held = table(most=2)
     for at_s, name in enumerate(("a", "b", "c")):
         held.note("n", name, points({"role": "user", "content": name}), at_s)
-    assert held.expire(3) == [("n", "a")]
+    assert held.due(3) == [("n", "a")]
+    assert held.due(3) == [("n", "a")]  # until the daemon has it no more
+    held.forget("n", "a")
     assert held.best("n", chain_of([{"role": "user", "content": "b"}]), 90) is not None
-    assert held.expire(102) == [("n", "c")]
-    assert held.expire(189) == []
-    assert held.expire(190) == [("n", "b")]
+    assert held.due(102) == [("n", "c")]
+    held.forget("n", "c")
+    assert held.due(189) == []
+    assert held.due(190) == [("n", "b")]
+    held.forget("n", "b")
     assert len(held) == 0
+
+
+def test_a_retired_agent_is_due_and_forked_by_nobody() -> None:
+    """Superseded, but not deleted yet."""
+    held = table()
+    held.note("n", "a", points(USER, ANSWER), 0)
+    held.retire("n", "a")
+    held.retire("n", "unheard of")
+    assert held.best("n", chain_of([USER, ANSWER]), 1) is None
+    assert held.due(1) == [("n", "a")]
+
+
+def test_agents_of_groups_end_by_time_without_use() -> None:
+    """P25: each use begins it anew, and what an earlier run used is as if it were used at the start."""
+    uses = Uses(ttl_s=100)
+    uses.use("n", "a", 0)
+    uses.use("n", "b", 0)
+    uses.adopt("n", "old", 10)
+    uses.adopt("n", "a", 99)  # its use is known
+    uses.use("n", "b", 50)
+    assert uses.due(100) == [("n", "a")]
+    uses.forget("n", "a")
+    assert uses.due(150) == [("n", "b"), ("n", "old")]
 
 
 def test_agents_of_an_earlier_run_only_have_an_end() -> None:
@@ -104,7 +133,7 @@ def test_agents_of_an_earlier_run_only_have_an_end() -> None:
     held.adopt("n", "old", -60)
     held.note("n", "known", points(USER), 0)
     held.adopt("n", "known", -60)
-    assert held.expire(40) == [("n", "old")]
+    assert held.due(40) == [("n", "old")]
 
 
 # ---- in front of a daemon -------------------------------------------------------------------------------------------
@@ -156,6 +185,63 @@ def test_an_agent_that_is_gone_is_no_error(served: Served, scripted: ScriptedDae
     assert len(scripted.of("chat")) == 2
 
 
+def test_an_agent_that_is_busy_is_deleted_later(served: Served, scripted: ScriptedDaemon) -> None:
+    """P25: superseded while a turn of it runs; the daemon refuses, and is asked again until it has it no more."""
+    start = {"role": "user", "content": "of a busy one"}
+    first = turn(served, start)
+    scripted.refused[first] = Busy("a turn of it runs", retry_after_s=1.0)
+    turn(served, start, ANSWER, NEXT)
+    served.run(served.gateway.settled())
+    known = len(served.gateway.conversations)
+    served.run(served.gateway.reap())
+    assert [gone["agent"] for gone in scripted.of("agent.delete")] == [first, first]
+    assert len(served.gateway.conversations) == known
+    scripted.refused[first] = AgentNotFound("no such agent", agent=first)
+    served.run(served.gateway.reap())
+    assert len(served.gateway.conversations) == known - 1
+    del scripted.refused[first]
+
+
+def test_a_fork_that_is_refused_for_now_forgets_nobody(served: Served, scripted: ScriptedDaemon) -> None:
+    """P25: only an agent that is not there any more has no end to wait for."""
+    start = {"role": "user", "content": "of a full queue"}
+    first = turn(served, start)
+    scripted.unforked[first] = Busy("the queue is full", retry_after_s=1.0)
+    known = len(served.gateway.conversations)
+    turn(served, start, ANSWER, NEXT)
+    assert len(served.gateway.conversations) == known + 1
+
+
+def test_an_agent_is_known_before_it_is_made(served: Served, scripted: ScriptedDaemon) -> None:
+    """P25: a client that leaves between fork and turn leaves no agent without an end."""
+    start = {"role": "user", "content": "of one who leaves"}
+    turn(served, start)
+    known = len(served.gateway.conversations)
+    seen: list[int] = []
+    scripted.on_fork = lambda: seen.append(len(served.gateway.conversations))
+    turn(served, start, ANSWER, NEXT)
+    scripted.on_fork = lambda: None
+    assert seen == [known + 1]
+
+
+def test_agents_of_groups_are_deleted_when_nobody_uses_them(scripted: ScriptedDaemon) -> None:
+    """P25: a user's agent, and one of an earlier run; named agents are their owners' own."""
+    now_s = [0.0]
+    scripted.listed = [{"namespace": "default", "agent": name} for name in ("gw:user:old:1", "mine")]
+    try:
+        with gateway(scripted.path, group_ttl_s=1000.0) as served:  # type: ignore[attr-defined]
+            eventually(lambda: scripted.of("agent.list"), "those of an earlier run are looked for")
+            served.run(served.gateway.adopt())
+            served.gateway.clock = lambda: now_s[0] + 1e9
+            body = {"model": "tiny", "messages": [USER]}
+            used = served.post("/v1/chat/completions", {**body, "user": "ann"}).headers["x-kvd-agent"]
+            served.post("/v1/chat/completions", body, x_kvd_agent="me")
+            served.run(served.gateway.reap())
+    finally:
+        scripted.listed = []
+    assert {gone["agent"] for gone in scripted.of("agent.delete")} == {"gw:user:old:1", used}
+
+
 def test_nothing_is_forked_where_nothing_is_shared(scripted: ScriptedDaemon) -> None:
     """With `--sharing agent` two anonymous turns have nothing to do with each other."""
     scripted.sharing = "agent"
@@ -178,9 +264,10 @@ def test_what_an_earlier_run_left_is_adopted(scripted: ScriptedDaemon) -> None:
     ]
     try:
         with gateway(scripted.path) as served:  # type: ignore[attr-defined]
-            eventually(lambda: scripted.of("agent.delete"), "the old one is deleted")
+            eventually(
+                lambda: scripted.of("agent.delete") and len(served.gateway.conversations) == 1, "the old one is deleted"
+            )
             served.run(served.gateway.reap())
-            assert len(served.gateway.conversations) == 1
     finally:
         scripted.listed = []
     assert [gone["agent"] for gone in scripted.of("agent.delete")] == ["gw:anonymous:old"]

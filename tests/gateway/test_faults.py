@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from kvd.errors import Busy, ContextFull, Draining, InternalError, InvalidParams
 from kvd.gateway.errors import KINDS, from_daemon
+from kvd.gateway.sse import event
 from kvd_client.errors import ERROR_CLASSES, DaemonUnreachable, local_error
 from kvd_client.wire.codes import CODES
 from tests.gateway.daemons import ScriptedDaemon, text
 from tests.gateway.serving import Served, gateway
-from tests.support.daemon import short_folder
+from tests.support.daemon import eventually, short_folder
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": HI}
@@ -161,12 +164,127 @@ def test_what_is_no_json_object_is_refused(served: Served, raw: bytes) -> None:
     assert reply.error["type"] == "invalid_request_error"
 
 
-def test_lone_surrogates_are_the_clients_fault(served: Served) -> None:
-    """JSON can spell what UTF-8 cannot carry."""
-    reply = served.ask(
-        "POST", "/v1/chat/completions", raw=b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}'
-    )
+@pytest.mark.parametrize(
+    ("path", "raw"),
+    [
+        ("/v1/chat/completions", b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}'),
+        ("/v1/responses", b'{"model":"tiny","input":"x","stream":true,"metadata":{"a":"\\uDFFF"}}'),
+        ("/v1/responses", b'{"model":"tiny","input":"x","metadata":{"\\ud83d":"a"}}'),
+        ("/v1/responses", b'{"model":"tiny","input":"x","\\ud800":1}'),
+        ("/v1/messages", b'{"model":"\\udc00"}'),
+        ("/v1/messages", b'{"model":"\xed\xa0\x80"}'),  # spelt as UTF-8 that there is not
+    ],
+)
+def test_lone_surrogates_are_the_clients_fault(served: Served, path: str, raw: bytes) -> None:
+    """JSON can spell what UTF-8 cannot carry: in values and in names, of fields that are used, echoed or unknown."""
+    reply = served.ask("POST", path, raw=raw)
     assert reply.status == 400
+    assert "surrogate" in reply.error["message"] or "UTF-8" in reply.error["message"]
+
+
+def test_pairs_are_characters(served: Served, scripted: ScriptedDaemon) -> None:
+    """Most programs spell an emoji so."""
+    raw = b'{"model":"tiny","messages":[{"role":"user","content":"\\ud83d\\ude00"}]}'
+    assert served.ask("POST", "/v1/chat/completions", raw=raw).status == 200
+    assert scripted.of("chat")[0]["messages"][0]["content"] == "\U0001f600"
+    assert json.loads(event({"a": "\ud800"})[6:]) == {"a": "\ud800"}  # and what gets here breaks nothing off
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(60):
+    DEEP = {"properties": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, "nested"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [0] * 263_000}}}]},
+            "values",
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}, "nested"),
+        ({"chat_template_kwargs": {"x": [0] * 263_000}}, "values"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "at most 1024 tokens"),
+    ],
+    ids=["deep tool", "many values", "deep schema", "template", "bias"],
+)
+def test_what_the_daemon_would_close_the_connection_for_is_one_requests_error(
+    served: Served, scripted: ScriptedDaemon, more: dict[str, Any], named: str
+) -> None:
+    """P33: one connection carries all turns: a request outside the daemon's bounds ends no other one's stream."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=20)
+    headers = {"content-type": "application/json", "x-kvd-agent": "hangs"}
+    connection.request("POST", "/v1/chat/completions", json.dumps({**CHAT, "stream": True}), headers)
+    response = connection.getresponse()
+    reply = served.post("/v1/chat/completions", {**CHAT, **more})
+    assert reply.status == 400
+    assert named in reply.error["message"]
+    for _ in range(3):  # the other one goes on: its pings come
+        while response.readline() != b": ping\n":
+            pass
+    assert not scripted.was_cancelled.is_set()
+    response.close()
+    connection.close()
+    assert scripted.was_cancelled.wait(20)
+
+
+def test_bodies_have_a_bound_together(scripted: ScriptedDaemon) -> None:
+    """P21, P33: 429 before the daemon would end the connection; small ones are taken; room comes back."""
+    with gateway(scripted.path, max_held_bytes=300_000) as served:  # type: ignore[attr-defined]
+        large = {**CHAT, "messages": [{"role": "user", "content": "x" * 200_000}]}
+        connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=20)
+        headers = {"content-type": "application/json", "x-kvd-agent": "hangs"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(large), headers)
+        assert scripted.has_begun.wait(20)
+        reply = served.post("/v1/chat/completions", large)
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        assert "300000" in reply.error["message"]
+        assert served.post("/v1/chat/completions", CHAT).status == 200
+        connection.close()
+        assert scripted.was_cancelled.wait(20)
+        eventually(lambda: served.post("/v1/chat/completions", large).status == 200, "there is room again")
+
+
+def answered(served: Served, sent: bytes) -> bytes:
+    """What a connection is told that sends so much and nothing more, until the gateway closes it."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as end:
+        end.sendall(sent)
+        found = b""
+        while data := end.recv(4096):
+            found += data
+        return found
+
+
+def test_clients_that_never_finish_are_left(scripted: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P21: a head that does not end, also of a second request, and a body that does not: each has a deadline."""
+    monkeypatch.setattr("kvd.gateway.serve.Patient.head_s", 0.05)
+    with gateway(scripted.path, body_s=0.05) as served:  # type: ignore[attr-defined]
+        health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        assert answered(served, b"") == b""
+        assert answered(served, b"GET /health HTTP/1.1\r\nhost: loc") == b""
+        assert answered(served, health + b"GET /he").count(b"HTTP/1.1 200") == 1
+        head = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        told = answered(served, head + b"content-length: 50\r\n\r\n{")
+        assert told.startswith(b"HTTP/1.1 408")
+        assert b"was not there within 0.05 s" in told
+
+
+def test_a_daemon_that_hangs_is_no_reason_to_hang(
+    served: Served, scripted: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P23: health checks and scrapes that pile up behind it would be a leak of their own."""
+
+    async def hanging(params: object, context: object) -> object:
+        await asyncio.Event().wait()
+        return {}
+
+    for module in ("app", "metrics"):
+        monkeypatch.setattr(f"kvd.gateway.{module}.LOOK_S", 0.02)
+    monkeypatch.setattr(scripted, "do_health", hanging)
+    assert served.ask("GET", "/health").status == 503
+    assert b"kvd_gateway_daemon_up 0.0" in served.ask("GET", "/metrics").body
 
 
 def test_a_form_is_not_json(served: Served) -> None:

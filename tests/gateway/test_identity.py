@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from kvd.gateway.errors import ApiError
-from kvd.gateway.identity import PREFIX, SOURCES, identify, root_digest
+from kvd.gateway.identity import MAX_NAME_CHARACTERS, PREFIX, SOURCES, identify
 
 HI = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
-ROOT = root_digest(HI)
 ALL_HEADERS = {
     "x-kvd-agent": "me",
     "x-claude-code-session-id": "s1",
@@ -37,22 +36,53 @@ def test_the_order_is_the_documented_one() -> None:
         ({"x-kvd-agent": "a b"}, {}, "a b"),
         ({"x-kvd-agent": "zoë".encode().decode("latin-1")}, {}, "zoë"),
         ({"x-kvd-agent": "zoë"}, {}, "zoë"),
-        ({"x-claude-code-session-id": "s"}, {}, f"gw:claude-code:s:{ROOT}"),
-        ({"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}, {}, f"gw:claude-code:s/a:{ROOT}"),
-        ({"x-claude-code-agent-id": "a"}, {}, f"gw:claude-code:a:{ROOT}"),
-        ({"x-session-id": "s"}, {}, f"gw:session:s:{ROOT}"),
-        ({}, {"prompt_cache_key": "k"}, f"gw:cache-key:k:{ROOT}"),
-        ({}, {"metadata": {"session_id": "s", "user_id": "u"}}, f"gw:metadata:s:{ROOT}"),
-        ({}, {"metadata": {"user_id": "user_1_account_2_session_3-4"}}, f"gw:metadata:3-4:{ROOT}"),
-        ({}, {"metadata": {"user_id": '{"session_id": "s"}'}}, f"gw:metadata:s:{ROOT}"),
-        ({}, {"user": "u"}, f"gw:user:u:{ROOT}"),
-        ({}, {"user": "u", "safety_identifier": "i"}, f"gw:user:i:{ROOT}"),
+        ({"x-claude-code-session-id": "s"}, {}, "gw:claude-code:s"),
+        ({"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}, {}, "gw:claude-code:s/a"),
+        ({"x-claude-code-agent-id": "a"}, {}, "gw:claude-code:a"),
+        ({"x-session-id": "s"}, {}, "gw:session:s"),
+        ({}, {"prompt_cache_key": "k"}, "gw:cache-key:k"),
+        ({}, {"metadata": {"session_id": "s", "user_id": "u"}}, "gw:metadata:s"),
+        ({}, {"metadata": {"user_id": "user_1_account_2_session_3-4"}}, "gw:metadata:3-4"),
+        ({}, {"metadata": {"user_id": '{"session_id": "s"}'}}, "gw:metadata:s"),
+        ({}, {"user": "u"}, "gw:user:u"),
+        ({}, {"user": "u", "safety_identifier": "i"}, "gw:user:i"),
         ({}, {"user": "  ", "prompt_cache_key": 3, "metadata": "x"}, None),
     ],
 )
 def test_names(headers: dict[str, str], body: dict[str, Any], agent: str | None) -> None:
-    """`X-Kvd-Agent` is a name; everything else is a group, and the conversation's root tells its agents apart."""
-    assert identify(headers, body, HI).agent == agent
+    """`X-Kvd-Agent` is a name; everything else is a group, shown in its agents' names before a digest."""
+    found = identify(headers, body, HI).agent
+    if agent is None or not agent.startswith(PREFIX):
+        assert found == agent
+    else:
+        assert found is not None
+        shown, _, digest = found.rpartition(":")
+        assert (shown, len(digest)) == (agent, 24)
+
+
+def test_no_two_requests_spell_the_same_agent() -> None:
+    """P10, P19: whatever stands in a value, it is not taken for another value and a root, another source, or two."""
+    user = identify({}, {"user": "ann"}, HI).agent
+    assert user is not None
+    root = user.rpartition(":")[2]
+    session, agent = "x-claude-code-session-id", "x-claude-code-agent-id"
+    found = [
+        user,
+        identify({}, {"user": "ann"}, None).agent,
+        identify({}, {"user": f"ann:{root}"}, None).agent,
+        identify({}, {"safety_identifier": "ann"}, HI).agent,
+        identify({}, {"metadata": {"user_id": "ann"}}, HI).agent,
+        identify({}, {"metadata": {"agent_id": "ann"}}, HI).agent,
+        identify({}, {"user": "ann"}, []).agent,
+        identify({}, {"user": "ann"}, HI[:1]).agent,
+        identify({session: "a/b"}, {}, HI).agent,
+        identify({agent: "a/b"}, {}, HI).agent,
+        identify({session: "a", agent: "b"}, {}, HI).agent,
+        identify({session: "a/b", agent: "c"}, {}, HI).agent,
+        identify({session: "a", agent: "b/c"}, {}, HI).agent,
+    ]
+    assert len(set(found)) == len(found)
+    assert all(name is not None and len(name) <= MAX_NAME_CHARACTERS for name in found)
 
 
 def test_conversations_of_one_group_are_different_agents() -> None:
@@ -71,7 +101,7 @@ def test_groups_of_equal_conversations_are_different_agents() -> None:
 
 def test_text_without_roles_has_one_agent_a_group() -> None:
     """A completion's text has no first message that could tell conversations apart."""
-    assert identify({}, {"user": "u"}, None).agent == "gw:user:u"
+    assert identify({}, {"user": "u"}, None) == identify({}, {"user": "u", "prompt": "x"}, None)
 
 
 def test_long_and_odd_values_become_digests() -> None:

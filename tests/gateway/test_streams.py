@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvd.gateway.streams import paced
+from kvd.gateway.streams import END, Paced
 from tests.gateway.daemons import ScriptedDaemon
 from tests.gateway.serving import Served
 from tests.support.daemon import eventually
@@ -60,14 +60,18 @@ def test_a_client_that_leaves_without_a_stream_ends_its_turn(
     served: Served, scripted: ScriptedDaemon, path: str, body: dict[str, Any], _ping: bytes
 ) -> None:
     """P34: waiting for the whole answer is no reason to go on, either; the log has 499."""
-    before = len(served.log.requests())
+    known = len(left(served))
     connection = begun(served, path, body)
     assert scripted.has_begun.wait(20)
     connection.close()
     assert scripted.was_cancelled.wait(20)
-    eventually(lambda: len(served.log.requests()) > before, "the request is logged")
-    line = served.log.requests()[before]
-    assert (line["outcome"], line["status"]) == ("disconnected", 499)
+    eventually(lambda: len(left(served)) > known, "the request is logged")
+    assert left(served)[-1]["status"] == 499
+
+
+def left(served: Served) -> list[dict[str, object]]:
+    """Lines of clients that left."""
+    return [line for line in served.log.requests() if line["outcome"] == "disconnected"]
 
 
 def test_concurrent_answers_do_not_mix(served: Served) -> None:
@@ -100,48 +104,86 @@ def letters(events: list[tuple[str, Any]]) -> list[str]:
 
 def test_paced_says_when_nothing_comes() -> None:
     """None for every wait that is over, the events in their order, and the source is closed at the end."""
-    gate = asyncio.Event()
     closed = []
 
-    async def source() -> AsyncGenerator[str, None]:
-        try:
-            yield "a"
-            await gate.wait()
-            yield "b"
-        finally:
-            closed.append(True)
+    async def run() -> list[object]:
+        gate = asyncio.Event()
 
-    async def run() -> list[str | None]:
-        found: list[str | None] = []
-        async for event in paced(source(), 0.001):
+        async def source() -> AsyncGenerator[str, None]:
+            try:
+                yield "a"
+                await gate.wait()
+                yield "b"
+            finally:
+                closed.append(True)
+
+        found: list[object] = []
+        events = Paced(source(), 0.001)
+        while (event := await events.next()) is not END:
             found.append(event)
             if found.count(None) == 3:
                 gate.set()
+        await events.aclose()
         return found
 
     found = asyncio.run(run())
     assert [event for event in found if event is not None] == ["a", "b"]
-    assert found.index("a") == 0
     assert found.count(None) >= 3
     assert closed == [True]
+
+
+def test_events_that_say_nothing_are_no_sign_of_life() -> None:
+    """P35: silence counts from what was written: a prompt that is computed or a queue that moves has events enough."""
+
+    async def run() -> object:
+        async def source() -> AsyncGenerator[str, None]:
+            while True:
+                await asyncio.sleep(0)
+                yield "prefill"
+
+        events = Paced(source(), 0.001)
+        while (event := await events.next()) == "prefill":
+            pass
+        await events.aclose()
+        return event
+
+    assert asyncio.run(run()) is None
 
 
 def test_paced_closes_its_source_when_it_is_left() -> None:
     """Also while it waits."""
     closed = []
 
-    async def source() -> AsyncGenerator[str, None]:
-        try:
-            yield "a"
-            await asyncio.Event().wait()
-        finally:
-            closed.append(True)
-
     async def run() -> None:
-        events = paced(source(), 0.001)
-        assert await anext(events) == "a"
-        assert await anext(events) is None
+        async def source() -> AsyncGenerator[str, None]:
+            try:
+                await asyncio.Event().wait()
+                yield "a"
+            finally:
+                closed.append(True)
+
+        events = Paced(source(), 0.001)
+        assert await events.next() is None
         await events.aclose()
 
     asyncio.run(run())
     assert closed == [True]
+
+
+@pytest.mark.parametrize("kind", ["queued", "prefill"])
+@pytest.mark.parametrize(("path", "body", "ping"), PATHS, ids=NAMES)
+def test_a_stream_pings_while_a_prompt_is_computed_or_a_queue_moves(
+    served: Served, path: str, body: dict[str, Any], ping: bytes, kind: str
+) -> None:
+    """P34: the daemon has much to say, none of it for the client, whose headers and pings come nevertheless."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=20)
+    headers = {"content-type": "application/json", "x-kvd-agent": f"only {kind}"}
+    connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
+    response = connection.getresponse()
+    assert response.status == 200
+    while response.readline() != ping:
+        pass
+    request_id = str(response.headers["x-request-id"])
+    response.close()
+    connection.close()
+    assert served.line(request_id)["outcome"] == "disconnected"

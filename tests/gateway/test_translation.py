@@ -107,13 +107,13 @@ def test_log_probabilities_fit_what_the_daemon_can_hold(served: Served, scripted
 
 
 def test_an_answer_says_how_its_prompt_matched(served: Served, scripted: ScriptedDaemon) -> None:
-    """P12: where prompt and stored text part, and what stands there, in ASCII headers; a stream says it, too."""
+    """P12: where prompt and stored text part, in ASCII headers; a stream says how it matched, too."""
     parts = {"character": 3, "expected": "ä", "found": "b"}
     scripted.script(text("x"), match="diverge", match_reason="parts at character 3\nä", divergence=parts)
     headers = served.post("/v1/chat/completions", chat(), x_kvd_agent="me, myself").headers
     assert (headers["x-kvd-agent"], headers["x-kvd-match"]) == ("me, myself", "diverge")
     assert headers["x-kvd-match-reason"] == "parts at character 3 \\xe4"
-    assert json.loads(headers["x-kvd-divergence"]) == parts
+    assert json.loads(headers["x-kvd-divergence"]) == {"character": 3}
     assert headers["x-kvd-cached-tokens"] == "7"
     headers = served.post("/v1/chat/completions", chat(stream=True), x_kvd_agent="me").headers
     assert (headers["x-kvd-match"], headers["x-kvd-prompt-tokens"]) == ("extend", "10")
@@ -404,7 +404,7 @@ def test_tokens_are_counted_by_the_daemon(served: Served, scripted: ScriptedDaem
     """`count_tokens` asks for the tokens of the conversation as `chat` would render it, and generates nothing."""
     reply = served.post("/v1/messages/count_tokens", {"model": "claude-x", "messages": HI, "system": "S"})
     assert reply.json == {"input_tokens": 3}
-    assert scripted.of("tokenize") == [{"messages": [{"role": "system", "content": "S"}, *HI]}]
+    assert scripted.of("tokenize") == [{"messages": [{"role": "system", "content": "S"}, *HI], "count_only": True}]
     assert scripted.of("chat") == []
 
 
