@@ -30,6 +30,8 @@ from typing import Any
 Owner = tuple[str, str]
 """(namespace, agent)."""
 
+MAX_GROUP_AGENTS = 100_000
+
 
 def chain_of(messages: Sequence[Mapping[str, Any]], tools: object = None) -> list[bytes]:
     """One digest for each message: of it, of all before it, and of the tools, which templates print at the front."""
@@ -167,14 +169,17 @@ class Uses:
 
     Args:
         ttl_s: an agent expires so long after its last use.
+        most: agents kept; the table is no longer, whatever names clients make up.
     """
 
-    def __init__(self, *, ttl_s: float) -> None:
+    def __init__(self, *, ttl_s: float, most: int = MAX_GROUP_AGENTS) -> None:
         self._ttl_s = ttl_s
+        self._most = most
         self._used_s: dict[Owner, float] = {}
 
     def use(self, namespace: str, agent: str, now_s: float) -> None:
         """It is used now."""
+        self._used_s.pop((namespace, agent), None)  # the dictionary's order is that of the uses
         self._used_s[namespace, agent] = now_s
 
     def adopt(self, namespace: str, agent: str, now_s: float) -> None:
@@ -186,8 +191,13 @@ class Uses:
         self._used_s.pop((namespace, agent), None)
 
     def due(self, now_s: float) -> list[Owner]:
-        """Agents whose time is over; they stay known until they are gone."""
-        return [owner for owner, used_s in self._used_s.items() if now_s - used_s >= self._ttl_s]
+        """Agents whose time is over, and those used longest ago that are too many; known until they are gone."""
+        surplus = len(self._used_s) - self._most
+        return [
+            owner
+            for number, (owner, used_s) in enumerate(self._used_s.items())
+            if number < surplus or now_s - used_s >= self._ttl_s
+        ]
 
 
 __all__ = ["Conversations", "Found", "Owner", "Point", "Uses", "chain_of"]
