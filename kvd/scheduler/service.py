@@ -394,15 +394,13 @@ class KvdService:
             )
         return await self._count(params, context, lambda codec: codec.encode_typed(prompt, at_start=True)[0])
 
-    async def _count(
-        self, params: Params, context: CallContext, encode: Callable[[TextCodec], Sequence[int]]
-    ) -> object:
+    async def _count(self, params: Params, context: CallContext, to: Callable[[TextCodec], Sequence[int]]) -> object:
         """What encoding gives; the loop goes on serving others meanwhile."""
         (codec, _), only = await self._text_parts(), params.flag("count_only", False)
         async with self._encoding:  # one at a time: each takes a hundred times its text in memory
             if context.cancelled:
                 raise Cancelled("cancelled while it waited for others' texts")
-            ids = await asyncio.to_thread(encode, codec)
+            ids = await asyncio.to_thread(to, codec)
         return {"count": len(ids)} if only else {"tokens": list(ids), "count": len(ids)}
 
     async def _hello(self, params: Params, context: CallContext) -> object:
