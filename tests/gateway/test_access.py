@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -13,10 +14,10 @@ from kvd.cli import main
 from kvd.gateway import GatewayConfigError, GatewaySettings, KeyFileError, KeyRing, parse_address, read_key_file
 from kvd.gateway.auth import check_host
 from kvd.gateway.errors import ApiError, CannotListen
-from kvd.gateway.serve import listening
+from kvd.gateway.serve import listening, run
 from kvd.gateway.settings import is_loopback
 from tests.gateway.daemons import ScriptedDaemon
-from tests.gateway.serving import gateway
+from tests.gateway.serving import LineLog, gateway
 
 KEY, TEAM_KEY = "k" * 24, "t" * 24
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -86,6 +87,20 @@ def test_keys_without_a_namespace_share_nothing(tmp_path: Path) -> None:
     assert ring.namespace_of("u" * 24) == "team"
     assert ring.namespace_of("v" * 24) is None
     assert GatewaySettings(socket=tmp_path, keys=ring).namespaces == ring.namespaces()
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_a_gateway_without_keys_says_whose_it_is(
+    tmp_path: Path, keys: KeyRing, monkeypatch: pytest.MonkeyPatch, with_keys: bool
+) -> None:
+    """P37: the socket is its user's alone, a port is every user's of the machine: the log has it."""
+    log, told = LineLog(), []
+    monkeypatch.setattr("uvicorn.Server.serve", lambda *_args, **_options: asyncio.sleep(0))
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest's own stay
+    settings = GatewaySettings(socket=tmp_path / "none", port=0, keys=keys if with_keys else KeyRing())
+    run(settings, log, ready=told.append)
+    assert len(told) == 1
+    assert [event for _, event, _ in log.lines] == ([] if with_keys else ["no_api_keys"])
 
 
 def test_what_a_prompt_parts_from_is_quoted_only_when_asked_for(scripted: ScriptedDaemon) -> None:

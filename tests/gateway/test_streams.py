@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from kvd.gateway.streams import END, Paced
 from tests.gateway.daemons import ScriptedDaemon
-from tests.gateway.serving import Served
+from tests.gateway.serving import Served, gateway
 from tests.support.daemon import eventually
 
 PATHS: list[tuple[str, dict[str, Any], bytes]] = [
@@ -67,6 +68,27 @@ def test_a_client_that_leaves_without_a_stream_ends_its_turn(
     assert scripted.was_cancelled.wait(20)
     eventually(lambda: len(left(served)) > known, "the request is logged")
     assert left(served)[-1]["status"] == 499
+
+
+def test_a_client_that_leaves_while_the_model_is_asked_for_is_not_kept(
+    scripted: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P34: a daemon that is slow to say which model it has does not hold requests whose clients are gone."""
+    asked = threading.Event()
+
+    async def hanging(params: object, context: object) -> object:
+        asked.set()
+        await asyncio.Event().wait()
+        return {}
+
+    monkeypatch.setattr(scripted, "do_model_info", hanging)
+    with gateway(scripted.path) as served:  # type: ignore[attr-defined]
+        for number, (path, body, _) in enumerate((*PATHS, ("/v1/messages/count_tokens", PATHS[-1][1], b"")), 1):
+            asked.clear()
+            connection = begun(served, path, body)
+            assert asked.wait(20)
+            connection.close()
+            eventually(lambda number=number: len(left(served)) == number, f"the request to {path} is logged")
 
 
 def left(served: Served) -> list[dict[str, object]]:
