@@ -143,7 +143,9 @@ class ApiError(Exception):
         return told if self.details is None else {**told, "details": dict(self.details)}
 
     def headers(self) -> dict[str, str]:
-        """Headers that go with it: `retry-after` in whole seconds, at least one."""
+        """Headers that go with it: `retry-after` in whole seconds, at least one; the end of a slow connection."""
+        if self.kind == "slow":
+            return {"connection": "close"}
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
