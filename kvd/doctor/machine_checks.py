@@ -38,6 +38,7 @@ PACKAGES: Final = (
     "mlx-lm",
     "click",
     "gguf",
+    "h11",
     "huggingface_hub",
     "jinja2",
     "llguidance",
