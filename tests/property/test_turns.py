@@ -374,9 +374,9 @@ class TurnMachine(RuleBasedStateMachine):
                     end = branch.text_bytes_of(pages * PAGE_TOKENS)
                     if end > reach and kept_by(branch, bytes(branch.text[:end]) + b"\0") == pages * PAGE_TOKENS:
                         places.add((end, pages * PAGE_TOKENS))
-        return (
-            {tokens for end, tokens in places if end == max(places)[0]} if not self.spoiled else {t for _, t in places}
-        )
+        if self.spoiled or self.crowded:  # a page that is lost, or that the disk refused, is nobody else's beginning
+            return {tokens for _, tokens in places}
+        return {tokens for end, tokens in places if end == max(places)[0]}
 
     def like_another(self) -> str:
         """A beginning of what any agent holds, and more."""
