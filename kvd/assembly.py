@@ -54,6 +54,9 @@ from kvd.vm.pager import Pager
 MISSING_PAGES_NAMED = 10
 """Missing pages that the log names; the others are counted."""
 
+LOAD_BYTES = 64 << 20
+"""Page loads in flight at once, in bytes: some tens of milliseconds of an SSD's time."""
+
 
 class Assembly:
     """Builds the engine's core. Used once.
@@ -370,13 +373,15 @@ def _write_nothing(path: Path, data: bytes) -> None:
 
 
 def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> tuple[int, int]:
-    """Page writes and page loads in flight at once: as many as an eighth of the budget holds, at least one each way.
+    """Page writes and page loads in flight at once.
 
-    The pager keeps room for them free, so a small budget must not spend itself on copies.
+    Writes are copies, for which the pager keeps room free: two where a quarter of an eighth of the budget holds each.
+    Loads take nothing but the frames that were asked for. They are taken up between steps, so that a whole turn's pages
+    should come within one; a bound in bytes keeps a demand from waiting long for what was read ahead of it.
     """
     largest = max(layout.payload_bytes for layout in formats.book.layouts.values())
     copies = budget_bytes // 8 // largest
-    return max(1, min(2, copies // 2)), max(1, min(8, copies // 2))
+    return max(1, min(2, copies // 2)), max(4, min(32, LOAD_BYTES // largest))
 
 
 def _formats_in_use(

@@ -81,7 +81,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Shapes of models that need not be on this machine; each names where its figures come from."""
 
-TRANSFERS: Final = 6
+COPIES: Final = 3
 """Page writes and loads in flight at once, as the daemon's default budget allows them."""
 
 
@@ -148,7 +148,7 @@ def account(spec: ModelCacheSpec, kv_format: str, lengths: tuple[int, ...], budg
     windows = tuple(group.layer.window for group in spec.groups)
     token_bytes = [layout.token_bytes for layout in layouts]
     fp16_bytes = sum(group.fp16_token_bytes for group in spec.groups)
-    budget = Budget(budget_bytes, max_transfers=TRANSFERS)
+    budget = Budget(budget_bytes, max_copies=COPIES)
     budget.set_formats([tuple(layout.payload_bytes for layout in layouts)])
     rows = []
     for tokens in (length for length in lengths if length <= spec.context_tokens):

@@ -152,12 +152,13 @@ def figures_of(
     ]
     figures += [
         Figure(
-            f"swapping in that no turn waits for, agents {name}",
+            f"swapping in that is hidden behind decoding, agents {name}",
             run.hidden,
             0.7,
             "at least",
             None,
-            f"{run.pages} pages in {run.busy_s:.3f} s, waited {run.waited_s:.3f} s in {run.turns} turns",
+            f"{run.pages} pages in {run.seconds.busy_s:.3f} s, {run.seconds.exposed_s:.3f} s with nothing else to do; "
+            f"{run.turns} turns waited {run.seconds.waited_s:.3f} s, beside others or not",
         )
         for name, run in swap.items()
     ]

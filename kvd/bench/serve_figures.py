@@ -146,14 +146,32 @@ def engine_share(before: Mapping[str, object], after: Mapping[str, object]) -> f
     return (busy_s - forward_s - sampling_s) / busy_s if busy_s > 0 else None
 
 
-def hidden_share(*, busy_s: float, waited_s: float) -> float | None:
-    """Part of the time in which pages came in that no turn waited for; None when none came in."""
-    return 1.0 - waited_s / busy_s if busy_s > 0 else None
+def hidden_share(*, busy_s: float, exposed_s: float) -> float | None:
+    """Part of the time in which pages came in that something was computed meanwhile; None when none came in."""
+    return 1.0 - exposed_s / busy_s if busy_s > 0 else None
 
 
-def swap_seconds(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[float, float]:
-    """Seconds in which the daemon read pages, and seconds that turns waited for them, between two statistics."""
-    return difference(before, after, "swap_in_busy_s"), difference(before, after, "swap_in_waited_s")
+@dataclass(frozen=True, slots=True)
+class SwapSeconds:
+    """Between two statistics of a daemon.
+
+    Attributes:
+        busy_s: pages were being read.
+        exposed_s: a turn waited for pages and nothing was computed.
+        waited_s: turns waited for pages, each by itself, whether or not others were computed.
+    """
+
+    busy_s: float
+    exposed_s: float
+    waited_s: float
+
+
+def swap_seconds(before: Mapping[str, object], after: Mapping[str, object]) -> SwapSeconds:
+    """What swapping in took between two statistics."""
+    busy_s, exposed_s, waited_s = (
+        difference(before, after, f"swap_in_{what}_s") for what in ("busy", "exposed", "waited")
+    )
+    return SwapSeconds(busy_s, exposed_s, waited_s)
 
 
 def decode_floor_tokens_s(*, rows: int, weight_bytes: float, page_bytes: float, read_bytes_s: float) -> float:
@@ -192,6 +210,7 @@ def ratio(over: float | None, under: float | None) -> float | None:
 
 __all__ = [
     "Figure",
+    "SwapSeconds",
     "Turn",
     "chunk_s",
     "decode_floor_tokens_s",

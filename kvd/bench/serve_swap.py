@@ -1,4 +1,4 @@
-"""Agents that take turns and do not all fit in RAM: how much of swapping in do their turns wait for?
+"""Agents that take turns and do not all fit in RAM: how much of swapping in is hidden behind decoding?
 
 Theory of operation. Three agents of equal length, a budget for two and a half of them: the one whose turn it is holds
 its pages, the pages of the next can come in meanwhile, those of the third have to go. Once one client runs them in
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvd.bench.harness import DaemonProcess
 from kvd.bench.serve_client import AgentProcess
-from kvd.bench.serve_figures import Turn, difference, hidden_share, swap_seconds
+from kvd.bench.serve_figures import SwapSeconds, Turn, difference, hidden_share, swap_seconds
 from kvd.bench.serve_runs import Prompts, Sizes
 from kvd.quant.spec import PAGE_TOKENS
 
@@ -35,16 +35,14 @@ class SwapRun:
     """What one way of taking turns gave.
 
     Attributes:
-        hidden: part of the time in which pages came in that no turn waited for; None when none came in.
-        busy_s: that time.
-        waited_s: seconds that turns waited for pages.
+        hidden: part of the time in which pages came in that something was computed; None when none came in.
+        seconds: that time, and what of it showed.
         pages: pages that came in.
         turns: measured.
     """
 
     hidden: float | None
-    busy_s: float
-    waited_s: float
+    seconds: SwapSeconds
     pages: int
     turns: int
 
@@ -88,10 +86,10 @@ def run_swap(daemon: DaemonProcess, prompts: Prompts, sizes: Sizes, tell: Callab
             before = statistics()
             turns = rounds(MEASURED_ROUNDS)
             after = statistics()
-            busy_s, waited_s = swap_seconds(before, after)
+            seconds = swap_seconds(before, after)
             pages = round(difference(before, after, "pages_loaded"))
-            hidden = hidden_share(busy_s=busy_s, waited_s=waited_s)
-            return SwapRun(hidden, round(busy_s, 4), round(waited_s, 4), pages, len(turns))
+            hidden = hidden_share(busy_s=seconds.busy_s, exposed_s=seconds.exposed_s)
+            return SwapRun(hidden, seconds, pages, len(turns))
 
         return {"in turn": measured("in turn", talk.in_turn), "in line": measured("in line", talk.in_line)}
 

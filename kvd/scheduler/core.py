@@ -88,6 +88,8 @@ class EngineStatistics:
         requests_busy: ended since there was no room: they got nowhere, and held nothing that others could use.
         pages_given_up: page files deleted to keep to the quota, although agents had them.
         tokens_shared: of the reused tokens, those in pages that another agent computed.
+        swap_in_waited_s: turns waited for pages, each by itself.
+        swap_in_exposed_s: the engine had nothing to run while at least one did.
         busy_s: time of the engine's loop that it did not sleep.
         forward_s: of it, in the model's forward passes.
         sampling_s: of it, choosing tokens. What remains is the engine's own: messages, plans, books, events.
@@ -111,6 +113,7 @@ class EngineStatistics:
     decode_s: float = 0.0
     prefill_s: float = 0.0
     swap_in_waited_s: float = 0.0
+    swap_in_exposed_s: float = 0.0
     busy_s: float = 0.0
     forward_s: float = 0.0
     sampling_s: float = 0.0
@@ -154,6 +157,7 @@ class EngineCore:
         warm: exported agents that are imported when somebody first uses their names.
         refusing_since_s: when the disk was first seen to refuse pages, to a second; None while it takes them.
         watch: notices changes of page files by others; None: nobody does.
+        page_waits: turns that wait for pages now.
         batch_failures: batches in a row that failed through no row's fault.
     """
 
@@ -212,6 +216,7 @@ class EngineCore:
         self.sweep_due = False
         self.warm = WarmTier()
         self.watch: FolderWatch | None = None
+        self.page_waits = 0
         self.batch_failures = 0
 
     def govern(self) -> None:

@@ -228,7 +228,9 @@ class Engine:
             self._go_on(held)
         # the model runs when all who can want a step do, so that they share it
         if not ready and not self._iterate() and not self._stopping:
+            is_exposed = core.page_waits > 0
             slept_s = self._take_messages(block=True)
+            core.stats.swap_in_exposed_s += slept_s * is_exposed
         core.stats.busy_s += core.clock() - began_s - slept_s
         self.last_progress_s = time.monotonic()
 

@@ -17,7 +17,8 @@ Owner: the engine thread. May import kvd.vm.events and siblings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -210,16 +211,26 @@ class Residence:
         """Make all that the next step needs resident; ends early when the place is wanted. Lost pages cut KV."""
         assert self._branch is not None
         branch, notes = self._branch, list[str]()
-        began_s = self.core.clock()
-        try:
+        with self.waiting_for_pages():
             while True:
                 yield from self.until_ready()
                 lost = self.core.pager.lost_at(branch.space)
                 if lost is None:
                     return notes
                 notes.append(cut_at_lost(self.core, branch, lost))
+
+    @contextmanager
+    def waiting_for_pages(self) -> Iterator[None]:
+        """The turn waits for pages, for as long as the block takes."""
+        core, began_s = self.core, self.core.clock()
+        core.page_waits += 1
+        try:
+            yield
         finally:
-            self.state.note_swap_in(self.core, began_s)
+            core.page_waits -= 1
+            waited_s = core.clock() - began_s
+            self.state.times.swap_in_s += waited_s
+            core.stats.swap_in_waited_s += waited_s
 
     def _drop_tails(self, branch: Branch) -> None:
         """Somebody cannot run for the open pages: their KV goes."""

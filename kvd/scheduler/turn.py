@@ -95,12 +95,6 @@ class TurnState:
         if self.residence is not None:
             self.residence.prioritise(is_background=self.is_background)
 
-    def note_swap_in(self, core: EngineCore, began_s: float) -> None:
-        """The turn waited for pages from `began_s` until now."""
-        waited_s = core.clock() - began_s
-        self.times.swap_in_s += waited_s
-        core.stats.swap_in_waited_s += waited_s
-
     def stop(self) -> str | None:
         """Why the turn is to end at its next step boundary; None while it may go on."""
         return self.cancel_reason if self.cancelled else None
@@ -323,18 +317,17 @@ def _carry_out(
 ) -> Generator[Wait, None, TurnResult]:
     """Fork when the prompt diverges, work on the branch, and go back to where the agent was if nothing came of it."""
     before = agent.branch
-    began_s = core.clock()
     branch = plan.source
     faults_before = core.pager.faults(branch.space)
     notes: list[str] = []
     if plan.is_shared:
         agent.branches[branch.branch_id] = branch
     elif plan.match.kind == "diverge":
-        branch, notes = yield from _fork(core, agent, plan, state)
+        with residence.waiting_for_pages():
+            branch, notes = yield from _fork(core, agent, plan, state)
         state.swapped_in_pages = core.pager.faults(plan.source.space) - faults_before
         faults_before = 0
     core.make_current(agent, branch)
-    state.note_swap_in(core, began_s)
     advance.branch = branch
     try:
         result = yield from _work(core, agent, branch, plan, sampler, state, residence, notes, faults_before)

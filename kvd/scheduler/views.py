@@ -243,6 +243,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "prediction_misses": predictor.misses,
         "swap_in_busy_s": round(store.reading_s, 3),
         "swap_in_waited_s": round(core.stats.swap_in_waited_s, 3),
+        "swap_in_exposed_s": round(core.stats.swap_in_exposed_s, 3),
         "pages_loaded": hands.pages_loaded,
         "tails_loaded": hands.tails_loaded,
         "load_failures": hands.load_failures,

@@ -4,9 +4,11 @@ Theory of operation. The budget is cut in three:
 
     budget = usable + copy reserve + flight reserve
 
-- *flight reserve*: writing a page to swap copies its bytes, reading one needs a buffer. If frames could fill the whole
-  budget, a full pool of dirty pages could never be written and so never be evicted. At least one page of the largest
-  format is kept; more, up to the transfers allowed at once, while that stays below a sixteenth of the budget.
+- *flight reserve*: writing a page to swap copies its bytes. If frames could fill the whole budget, a full pool of dirty
+  pages could never be written and so never be evicted. At least one page of the largest format is kept; more, up to the
+  copies allowed at once, while that stays below a sixteenth of the budget. A page on its way in has a buffer and gets
+  the memory of its frame only when that is full: one of the two is there at a time, but for the page that is being
+  copied from one to the other. So all pages that come in take their frames, and together one copy.
 - *copy reserve*: one page per cache group, so that a fork or rollback inside a page can be carried out at once even
   when demand has filled everything usable. Afterwards eviction wins the reserve back before anything else grows.
 - *usable*: what ordinary frames may fill. A demand that exceeds it can never be met.
@@ -24,6 +26,7 @@ Nothing is counted by number of pages, since formats differ in size. May import 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -48,14 +51,14 @@ class Budget:
 
     Args:
         budget_bytes: everything kvd may hold for pages.
-        max_transfers: writes and loads that may be in flight at once.
+        max_copies: pages that may be copied at once: for writes under way, and one for loads.
         high_free_percent: part of what is usable that is free at the high mark.
         low_free_percent: the same at the low mark; at least as much.
         pin_limit: what pins may hold, in bytes (int) or as a part of what is usable (float).
 
     Attributes:
         resident_bytes: bytes of all frames.
-        in_flight_bytes: bytes copied for writes under way and buffers of loads under way.
+        copied_bytes: bytes copied for writes under way.
         peak_resident_bytes: the most `resident_bytes` has been.
         namespaces: bytes of frames by the namespace whose pages they hold.
         quotas: of these, the most that a namespace should have; those without a quota share the rest.
@@ -68,7 +71,7 @@ class Budget:
         self,
         budget_bytes: int,
         *,
-        max_transfers: int,
+        max_copies: int,
         high_free_percent: int = HIGH_FREE_PERCENT,
         low_free_percent: int = LOW_FREE_PERCENT,
         pin_limit: int | float = PIN_PART,
@@ -77,14 +80,15 @@ class Budget:
             raise ValueError(f"0 <= high <= low <= 100 percent free, not {high_free_percent} and {low_free_percent}")
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
-        self.in_flight_bytes = 0
+        self.copied_bytes = 0
+        self._loading: Counter[int] = Counter()  # pages on their way in, by their bytes
         self.peak_resident_bytes = 0
         self.namespaces: dict[Namespace, int] = {}
         self.quotas: dict[Namespace, int] = {}
         self.peak_total_bytes = 0
         self.converging = False
         self.reclaiming = False
-        self._max_transfers = max_transfers
+        self._max_copies = max_copies
         self._free_percents = high_free_percent, low_free_percent
         self._pin_limit = pin_limit
         self._largest_page_bytes = 0
@@ -110,6 +114,11 @@ class Budget:
             self.converging = False
 
     @property
+    def in_flight_bytes(self) -> int:
+        """Bytes beside frames: copies for writes under way, and the largest of the pages that come in."""
+        return self.copied_bytes + max(self._loading, default=0)
+
+    @property
     def total_bytes(self) -> int:
         """Frames and copies in flight together."""
         return self.resident_bytes + self.in_flight_bytes
@@ -118,7 +127,7 @@ class Budget:
     def flight_reserve_bytes(self) -> int:
         """Bytes kept for copies of pages on their way."""
         one = self._largest_page_bytes
-        return max(one, min(one * self._max_transfers, self.budget_bytes // FLIGHT_SHARE))
+        return max(one, min(one * self._max_copies, self.budget_bytes // FLIGHT_SHARE))
 
     @property
     def frame_limit_bytes(self) -> int:
@@ -191,8 +200,9 @@ class Budget:
         return self._fits(frame_bytes=page_bytes, copy_bytes=0)
 
     def can_load(self, page_bytes: int) -> bool:
-        """True when a frame of `page_bytes` and its read buffer may be had."""
-        return self._fits(frame_bytes=page_bytes, copy_bytes=page_bytes)
+        """True when a page of `page_bytes` may come in."""
+        copy_bytes = page_bytes - max(self._loading, default=0)
+        return self._fits(frame_bytes=page_bytes, copy_bytes=max(0, copy_bytes))
 
     def can_write(self, page_bytes: int) -> bool:
         """True when a resident page of `page_bytes` may be copied for swap.
@@ -200,7 +210,7 @@ class Budget:
         A budget that shrank below what is resident leaves no room for any copy, but only writing makes pages
         evictable: then one write at a time may exceed it.
         """
-        if self.converging and self.in_flight_bytes == 0:
+        if self.converging and self.copied_bytes == 0:
             return True
         return self._flight_fits(self.resident_bytes, page_bytes)
 
@@ -216,7 +226,11 @@ class Budget:
     # ---- booking ----------------------------------------------------------------------------------------------------
 
     def book(
-        self, *, resident_bytes: int = 0, in_flight_bytes: int = 0, namespace: Namespace = DEFAULT_NAMESPACE
+        self,
+        *,
+        resident_bytes: int = 0,
+        copied_bytes: int = 0,
+        namespace: Namespace = DEFAULT_NAMESPACE,
     ) -> None:
         """Add (or, negative, give back) bytes of a page of a namespace."""
         self.resident_bytes += resident_bytes
@@ -224,6 +238,16 @@ class Budget:
             left_bytes = self.namespaces.pop(namespace, 0) + resident_bytes
             if left_bytes:
                 self.namespaces[namespace] = left_bytes
-        self.in_flight_bytes += in_flight_bytes
+        self.copied_bytes += copied_bytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
         self.peak_total_bytes = max(self.peak_total_bytes, self.total_bytes)
+
+    def load_begins(self, page_bytes: int) -> None:
+        """A page is on its way in."""
+        self._loading[page_bytes] += 1
+
+    def load_ends(self, page_bytes: int) -> None:
+        """It is there, or is not coming."""
+        self._loading[page_bytes] -= 1
+        if not self._loading[page_bytes]:
+            del self._loading[page_bytes]

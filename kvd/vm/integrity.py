@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from kvd.ids import Namespace, PageId
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.errors import IntegrityError
-from kvd.vm.page import IN_FLIGHT, IN_RAM, READABLE, RESIDENT, STORED, Page, PageState
+from kvd.vm.page import IN_FLIGHT, IN_RAM, LOADING, READABLE, RESIDENT, STORED, Page, PageState
 from kvd.vm.page_table import PageTable
 
 TAIL_STATES = frozenset(
@@ -66,7 +66,8 @@ def _frame_problems(table: PageTable) -> Iterator[str]:
 def _byte_problems(table: PageTable) -> Iterator[str]:
     budget = table.budget
     resident_bytes = sum(_ram_bytes(table, page) for page in table)
-    in_flight_bytes = sum(page.page_bytes for page in table if page.state in IN_FLIGHT)
+    in_flight_bytes = sum(page.page_bytes for page in table if page.state is PageState.WRITING)
+    in_flight_bytes += max((page.page_bytes for page in table if page.state in LOADING), default=0)
     for page in table:
         if page.ram_bytes != _ram_bytes(table, page):
             yield f"page {page.page_id} is {page.state} of {page.tokens} tokens with {page.ram_bytes} bytes in RAM"

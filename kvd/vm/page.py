@@ -91,8 +91,11 @@ OPEN: Final = frozenset({_S.FILLING, _S.PACKED})
 STORED: Final = frozenset({_S.EVICTED, _S.STASHED})
 """States whose bytes are on disk only and can be loaded."""
 
-IN_FLIGHT: Final = frozenset({_S.WRITING, _S.LOADING, _S.LOADING_TAIL})
-"""States with a copy of the page under way: bytes handed to the swap thread, or a read buffer."""
+LOADING: Final = frozenset({_S.LOADING, _S.LOADING_TAIL})
+"""States of a page on its way in: it owns a frame, whose memory is a read buffer yet."""
+
+IN_FLIGHT: Final = LOADING | {_S.WRITING}
+"""States with a transfer under way."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from kvd.ids import DEFAULT_NAMESPACE, FrameId, GroupId, Namespace, PageId, PageKey
 from kvd.vm.budget import Budget
 from kvd.vm.errors import IllegalEvent
-from kvd.vm.page import FIRST_STATES, IN_FLIGHT, IN_RAM, READABLE, RESIDENT, STORED, Page, PageState, SpaceUse
+from kvd.vm.page import FIRST_STATES, IN_RAM, LOADING, READABLE, RESIDENT, STORED, Page, PageState, SpaceUse
 
 
 class PageTable:
@@ -110,12 +110,16 @@ class PageTable:
             self._count(page, use, 1)
         page.history.append((self.tick, state))
         resident = (state in RESIDENT) - (before in RESIDENT)
-        in_flight = (state in IN_FLIGHT) - (before in IN_FLIGHT)
+        copied = (state is PageState.WRITING) - (before is PageState.WRITING)
         self.budget.book(
             resident_bytes=self._count_ram(page),
-            in_flight_bytes=in_flight * page.page_bytes,
+            copied_bytes=copied * page.page_bytes,
             namespace=page.namespace,
         )
+        if before in LOADING:
+            self.budget.load_ends(page.page_bytes)
+        if state in LOADING:
+            self.budget.load_begins(page.page_bytes)
         freed: FrameId | None = None
         if resident > 0:
             page.frame = self._take_frame()

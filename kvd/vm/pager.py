@@ -87,7 +87,7 @@ class Pager:
             raise ValueError(f"{group_count} groups need as many windows of at least one token, not {windows}")
         self._budget = Budget(
             budget_bytes,
-            max_transfers=max_writes_in_flight + max_loads_in_flight,
+            max_copies=max_writes_in_flight + 1,
             high_free_percent=high_free_percent,
             low_free_percent=low_free_percent,
             pin_limit=pin_limit,

@@ -290,8 +290,8 @@ class Transfers:
 
     @property
     def can_start_prefetch(self) -> bool:
-        """True when another load leaves one to a demand that comes meanwhile, where the bound is more than one."""
-        return self.loads_in_flight < max(1, self._max_loads - 1)
+        """True when loads ahead take no more than half of what is allowed: a demand that comes meanwhile is served."""
+        return self.loads_in_flight < (self._max_loads + 1) // 2
 
     def load(self, page: Page) -> None:
         """Start to fault a page or tail in; the caller has seen that it fits."""

@@ -133,7 +133,7 @@ class Statistics:
         packed_bytes: of these, bytes of tails that have no frame.
         peak_resident_bytes: the most that has been.
         peak_total_bytes: the most that frames and copies in flight have been together.
-        in_flight_bytes: bytes copied for writes and buffers of loads under way.
+        in_flight_bytes: bytes copied for writes under way, and one page while any comes in.
         dirty_bytes: resident bytes not durable anywhere yet: sealed pages before their write ends, and tails with
             tokens the log does not hold.
         pinned_bytes: resident bytes that active or pinned spaces hold; not evictable.

@@ -14,6 +14,7 @@ from kvd.bench.serve import figures_of
 from kvd.bench.serve_client import AgentProcess
 from kvd.bench.serve_figures import (
     Figure,
+    SwapSeconds,
     Turn,
     chunk_s,
     decode_floor_tokens_s,
@@ -86,14 +87,15 @@ def test_shares_of_time() -> None:
     after = {"engine_busy_s": 3.0, "forward_s": 2.3, "sampling_s": 0.2}
     assert engine_share(before, after) == pytest.approx(0.05)
     assert engine_share(before, before) is None
-    assert hidden_share(busy_s=2.0, waited_s=0.5) == 0.75
-    assert hidden_share(busy_s=0.0, waited_s=0.0) is None
+    assert hidden_share(busy_s=2.0, exposed_s=0.5) == 0.75
+    assert hidden_share(busy_s=0.0, exposed_s=0.0) is None
 
 
 def test_swapping_in_is_what_the_daemon_counts() -> None:
     """Reading and waiting between two statistics."""
-    begun = {"swap_in_busy_s": 1.0, "swap_in_waited_s": 0.5}
-    assert swap_seconds(begun, {"swap_in_busy_s": 4.0, "swap_in_waited_s": 1.0}) == pytest.approx((3.0, 0.5))
+    begun = {"swap_in_busy_s": 1.0, "swap_in_exposed_s": 0.25, "swap_in_waited_s": 0.5}
+    ended = {"swap_in_busy_s": 4.0, "swap_in_exposed_s": 0.5, "swap_in_waited_s": 1.0}
+    assert swap_seconds(begun, ended) == SwapSeconds(busy_s=3.0, exposed_s=0.25, waited_s=0.5)
 
 
 def test_the_floor_reads_weights_once_and_pages_of_each_row() -> None:
@@ -116,7 +118,8 @@ def test_figures_without_a_value_have_no_verdict() -> None:
 def test_every_figure_stands_beside_its_bar() -> None:
     """Nine figures of runs that are given, each with the bar it is asked for, and ratios of the right things."""
     together = Together(one=[10.0], all=[40.0], whole=[6.0], engine_one=[0.01], engine_all=[0.06])
-    swap = {"in turn": SwapRun(0.9, 1.0, 0.1, 64, 9), "in line": SwapRun(None, 0.0, 0.0, 0, 9)}
+    some, none = SwapSeconds(1.0, 0.1, 0.2), SwapSeconds(0.0, 0.0, 0.0)
+    swap = {"in turn": SwapRun(0.9, some, 64, 9), "in line": SwapRun(None, none, 0, 9)}
     figures = figures_of(Sizes(), together, Beside([0.5], [1.5, 1.0, 3.0]), swap, BatchSpeed(20.0, 8.0), (20.0, 100.0))
     assert [(figure.value, figure.bar, figure.met) for figure in figures] == [
         (4.0, 3.0, True),

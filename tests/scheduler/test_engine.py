@@ -718,3 +718,15 @@ def test_the_engines_time_is_told_apart(runner: Runner, monkeypatch: pytest.Monk
     busy_s, forward_s, sampling_s = (now - then for now, then in zip(look(), before, strict=True))
     assert model.steps >= 3
     assert (busy_s, forward_s, sampling_s) == (model.steps, model.steps, 0.0)
+    assert runner.look(lambda core: core.stats.swap_in_exposed_s) == 0.0
+
+    def waits(core: EngineCore, turns: int) -> float:
+        core.page_waits += turns
+        return core.stats.swap_in_exposed_s
+
+    runner.look(lambda core: waits(core, 1))
+    runner.look(lambda core: waits(core, 0))  # the loop slept until it was asked
+    exposed_s = runner.look(lambda core: waits(core, -1))
+    assert exposed_s >= 100.0, "a turn waited for pages while the loop slept"
+    exposed_s = runner.look(lambda core: waits(core, 0))
+    assert runner.look(lambda core: waits(core, 0)) == exposed_s

@@ -155,6 +155,22 @@ def test_a_turn_that_waits_for_room_is_loaded_ahead(make_world: Callable[..., Wo
     assert world.core.pager.residency(space).stored_pages == 0
 
 
+@pytest.mark.parametrize("cancel_after", [None, 0, 1])
+def test_who_waits_for_pages_is_counted_until_they_came_or_it_gave_up(
+    make_world: Callable[..., World], cancel_after: int | None
+) -> None:
+    """The engine's idle time is swapping in that shows only while somebody waits for it."""
+    world = make_world(budget_pages=14)
+    world.generate("a", text_of(LINES))
+    world.job("evict", "a")
+    seen: list[int] = []
+    world.generate(
+        "a", world.text("a"), cancel_after=cancel_after, on_step=lambda _: seen.append(world.core.page_waits)
+    )
+    assert max(seen) == 1
+    assert world.core.page_waits == 0
+
+
 def test_a_turn_that_was_cancelled_in_the_queue_is_expected_no_more(make_runner: Callable[..., Runner]) -> None:
     """Its pages are as evictable as any idle agent's."""
     runner = make_runner()

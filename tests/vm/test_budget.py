@@ -7,9 +7,9 @@ import pytest
 from kvd.vm.budget import Budget
 
 
-def budget_of(budget_bytes: int, *formats: tuple[int, ...], max_transfers: int = 6) -> Budget:
+def budget_of(budget_bytes: int, *formats: tuple[int, ...], max_copies: int = 6) -> Budget:
     """A budget that knows these formats."""
-    budget = Budget(budget_bytes, max_transfers=max_transfers)
+    budget = Budget(budget_bytes, max_copies=max_copies)
     budget.set_formats(formats)
     return budget
 
@@ -47,9 +47,36 @@ def test_with_nothing_in_flight_a_usable_frame_can_always_be_loaded_or_written(r
 def test_transfers_leave_the_copy_reserve_alone() -> None:
     """With 700 bytes of frames usable up to 800, two copies of 100 in flight fit and a third would take the reserve."""
     budget = budget_of(1000, (100,))
-    budget.book(resident_bytes=700, in_flight_bytes=200)
+    budget.book(resident_bytes=700, copied_bytes=200)
     assert not budget.can_write(100)
     assert budget.copy_shortage_bytes(100) <= 0
+
+
+def test_pages_that_come_in_take_their_frames_and_one_copy() -> None:
+    """P21: a page on its way in has a buffer or its frame, and one of them both; so a turn's pages come in at once."""
+    budget = budget_of(1000, (100,), (50,))
+    for number in range(8):  # as many as are usable: the reserve for copies of partial pages stays free
+        assert budget.can_load(100)
+        budget.book(resident_bytes=100)
+        budget.load_begins(100)
+        assert (budget.resident_bytes, budget.in_flight_bytes) == (100 * number + 100, 100)
+    assert not budget.can_load(100)
+    assert not budget.can_write(100), "the only copy that fits is taken"
+    for _ in range(8):
+        budget.load_ends(100)
+    assert budget.in_flight_bytes == 0
+    assert budget.can_write(100)
+
+
+def test_the_largest_of_the_pages_that_come_in_is_what_is_copied() -> None:
+    """Formats differ in size."""
+    budget = budget_of(1000, (100,), (50,))
+    for page_bytes in (50, 100, 50):
+        budget.book(resident_bytes=page_bytes)
+        budget.load_begins(page_bytes)
+    assert budget.in_flight_bytes == 100
+    budget.load_ends(100)
+    assert budget.in_flight_bytes == 50
 
 
 def test_a_copy_may_use_its_reserve_but_not_the_one_for_transfers() -> None:
@@ -71,9 +98,9 @@ def test_a_shrunk_budget_allows_one_write_at_a_time() -> None:
     budget.set_budget(300)
     assert budget.converging
     assert budget.can_write(100)
-    budget.book(in_flight_bytes=100)
+    budget.book(copied_bytes=100)
     assert not budget.can_write(100)
-    budget.book(resident_bytes=-700, in_flight_bytes=-100)
+    budget.book(resident_bytes=-700, copied_bytes=-100)
     budget.settle()
     assert not budget.converging
 

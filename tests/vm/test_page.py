@@ -41,7 +41,7 @@ def test_a_page_being_written_may_be_read_and_one_being_loaded_not() -> None:
 
 def test_an_illegal_move_carries_the_history_and_changes_nothing() -> None:
     """The error tells where the page has been, with the ticks."""
-    table = PageTable(Budget(1000, max_transfers=1), 4)
+    table = PageTable(Budget(1000, max_copies=1), 4)
     table.tick = 7
     page = table.create(PageId("p"), GroupId(0), 100, S.FILLING)
     table.tick = 8
@@ -55,7 +55,7 @@ def test_an_illegal_move_carries_the_history_and_changes_nothing() -> None:
 
 def test_the_lowest_free_frame_is_reused() -> None:
     """Frame numbers stay dense, so a pool need not grow beyond what was ever held at once."""
-    table = PageTable(Budget(1000, max_transfers=1), 4)
+    table = PageTable(Budget(1000, max_copies=1), 4)
     pages = [table.create(PageId(str(n)), GroupId(0), 10, S.FILLING) for n in range(4)]
     table.move(pages[2], S.RELEASED)
     assert table.move(pages[1], S.RELEASED) == 1

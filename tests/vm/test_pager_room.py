@@ -212,7 +212,7 @@ def test_a_page_that_alone_cannot_be_written_does_not_stop_the_others() -> None:
 
 
 def test_copies_in_flight_count_against_the_budget() -> None:
-    """P21: a page being loaded counts twice, its frame and its read buffer, and a page being written too."""
+    """P21: pages that come in count once each and one of them twice, a page being written twice."""
     desk = Desk(20)
     desk.create(A)
     desk.turn(A, 4)

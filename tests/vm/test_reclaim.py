@@ -115,7 +115,7 @@ def test_memory_that_the_machine_wants_comes_from_idle_pages_only() -> None:
 )
 def test_gaps_are_whole_pages_and_a_tiny_pool_has_none(pages: int, high: int, low: int) -> None:
     """By default a fiftieth and a twentieth of what is usable are free at the marks."""
-    budget = Budget(pages * PAGE_BYTES, max_transfers=2)
+    budget = Budget(pages * PAGE_BYTES, max_copies=2)
     budget.set_formats([(PAGE_BYTES,)])
     assert budget.usable_bytes - budget.high_mark_bytes == high * PAGE_BYTES
     assert budget.usable_bytes - budget.low_mark_bytes == low * PAGE_BYTES
@@ -125,7 +125,7 @@ def test_gaps_are_whole_pages_and_a_tiny_pool_has_none(pages: int, high: int, lo
 def test_marks_that_make_no_sense_are_refused(high: int, low: int) -> None:
     """The error names what is allowed."""
     with pytest.raises(ValueError, match="0 <= high <= low <= 100"):
-        Budget(1, max_transfers=1, high_free_percent=high, low_free_percent=low)
+        Budget(1, max_copies=1, high_free_percent=high, low_free_percent=low)
 
 
 # ---- quotas of namespaces -------------------------------------------------------------------------------------------
