@@ -1,9 +1,11 @@
 """Which agents run next, learned from the order in which turns started. Pure: no clock, no thread.
 
-Theory of operation. For each agent the predictor counts which agent had the next turn (itself included); counts decay
-each time, so a habit that changed is forgotten after a few turns. A client that keeps its connection is a *stream* of
-its own, since what two clients ask side by side is mixed at random; the first turn of a connection follows the last
-turn of anybody, since many callers make one connection a call.
+Theory of operation. For each agent an *order* counts which agent had the next turn (itself included); counts decay
+each time, so a habit that changed is forgotten after a few turns. There are two orders. In one a client that keeps its
+connection is a *stream* of its own, since what two clients ask side by side is mixed at random; the first turn of a
+connection follows the last turn of anybody, since many callers make one connection a call. In the other all turns are
+one stream, since agents that are processes of their own may well take turns. Which of them is believed is seen: the one
+whose predictions had the agents that came next nearer to their head, lately.
 
 From the agent that runs, likely successors are followed as far as the product of their probabilities stays at
 `LEAST_PROBABILITY`. A probability is count / (all counts + `DOUBT`): one observation is worth 2/3, so alternation and
@@ -61,20 +63,56 @@ class Predictor:
         ahead: agents to predict for each stream, at most.
 
     Attributes:
-        hits: turns of the agent that was expected first.
+        hits: turns of the agent that was expected first, in the order that was believed.
         misses: turns of another one; a turn nobody predicted anything for is neither.
     """
 
     def __init__(self, *, ahead: int = 2) -> None:
-        self._ahead = ahead
-        self._habits: dict[Hashable, _Habit] = {}  # the one used last is last, likewise of the streams
-        self._streams: dict[Hashable, _Stream] = {}
-        self._starts = 0
+        self._by_client, self._overall = _Order(ahead), _Order(ahead)
         self.hits = 0
         self.misses = 0
 
     def started(self, agent: Hashable, stream: Hashable) -> None:
         """A turn of the agent starts, asked for on that stream."""
+        believed = self._believed
+        for order, its_stream in ((self._by_client, stream), (self._overall, None)):
+            hit = order.started(agent, its_stream)
+            if order is believed and hit is not None:
+                self.hits += hit
+                self.misses += not hit
+
+    def expected(self) -> tuple[Hashable, ...]:
+        """Agents expected to run, the soonest first: what each stream expects first, then what it expects second."""
+        return self._believed.expected()
+
+    def forget(self, agent: Hashable) -> None:
+        """The agent is gone."""
+        self._by_client.forget(agent)
+        self._overall.forget(agent)
+
+    @property
+    def _believed(self) -> _Order:
+        return self._overall if self._overall.score > self._by_client.score else self._by_client
+
+
+class _Order:
+    """Who follows whom on each of some streams.
+
+    Attributes:
+        score: how near to the head of what was expected those were who came, lately; decays like the counts.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._habits: dict[Hashable, _Habit] = {}  # the one used last is last, likewise of the streams
+        self._streams: dict[Hashable, _Stream] = {}
+        self._starts = 0
+        self.score = 0.0
+
+    def started(self, agent: Hashable, stream: Hashable) -> bool | None:
+        """A turn starts; whether it is the agent that the stream expected first, None if it expected nobody."""
+        expected = self.expected()
+        self.score = DECAY * self.score + (1.0 / (1 + expected.index(agent)) if agent in expected else 0.0)
         self._starts += 1
         before = self._streams.pop(stream, None)
         if before is None and self._streams:
@@ -82,10 +120,10 @@ class Predictor:
         habit = self._habits.pop(agent, None) or _Habit()
         habit.starts += 1
         self._habits[agent] = habit
+        hit = None
         if before is not None:
             if before.expected:
-                self.hits += before.expected[0] == agent
-                self.misses += before.expected[0] != agent
+                hit = before.expected[0] == agent
             self._observe(before.last, agent)
         for each in self._streams.values():
             if agent in each.expected:
@@ -95,15 +133,16 @@ class Predictor:
             del self._habits[next(iter(self._habits))]
         if len(self._streams) > MAX_STREAMS:
             del self._streams[next(iter(self._streams))]
+        return hit
 
     def expected(self) -> tuple[Hashable, ...]:
-        """Agents expected to run, the soonest first: what each stream expects first, then what it expects second."""
+        """See `Predictor.expected`."""
         fresh = [each for each in reversed(self._streams.values()) if self._starts - each.started < STALE_STARTS]
         ranked = (each.expected[rank] for rank in range(self._ahead) for each in fresh if rank < len(each.expected))
         return tuple(dict.fromkeys(ranked))
 
     def forget(self, agent: Hashable) -> None:
-        """The agent is gone."""
+        """See `Predictor.forget`."""
         self._habits.pop(agent, None)
         for habit in self._habits.values():
             habit.next.pop(agent, None)
