@@ -34,6 +34,9 @@ from kvd.store.fs import RealFileSystem
 from kvd.store.layout import DataFolder
 
 FORCED_EXIT_CODE = 130
+RELOADS = {"config_reloaded": "done", "config_needs_restart": "needs_restart", "config_refused": "refused"}
+"""What the log says of the configuration file -> what its event says."""
+
 CANCEL_GRACE_S = 30.0
 """How long cancelled requests may take to commit what they have: a prefill chunk on a slow machine, and its fsyncs."""
 
@@ -121,6 +124,7 @@ class Daemon:
             finally:
                 if gateway is not None:
                     await gateway.close()
+                service.end_subscriptions()
                 await server.close(grace_s=2.0)
 
     def _follow_file(self) -> Callable[[], None]:
@@ -128,7 +132,7 @@ class Daemon:
         if self._file is None:
             return lambda: None
         loop = asyncio.get_running_loop()
-        reloader = Reloader(self._file, self, self._log_event)
+        reloader = Reloader(self._file, self, self._log_reload)
         running: set[asyncio.Task[None]] = set()
 
         def changed() -> None:
@@ -252,6 +256,19 @@ class Daemon:
     def _log_request(self, line: RequestLine) -> None:
         """The one canonical line of a request."""
         request_line(self._log, line)
+
+    def _log_reload(self, event: str, *, level: str = "warning", **facts: object) -> None:
+        """What became of a change of the configuration file, for the log and for whoever subscribed."""
+        self._log_event(event, level=level, **facts)
+        settings, told = facts.get("settings"), [name for name in facts if name not in ("file", "reason")]
+        self._engine.ring.publish(
+            "reload",
+            {
+                "outcome": RELOADS[event],
+                "settings": settings if isinstance(settings, list) else told,
+                "reason": facts.get("reason"),
+            },
+        )
 
     def _log_event(self, event: str, *, level: str = "warning", **facts: object) -> None:
         """What an operator may want to know; unless it says otherwise, something is wrong."""

@@ -3,6 +3,8 @@
 - `client`, `async_client`: `Client` and `AsyncClient`, one method for each method of the daemon.
 - `calls`: the methods as values, shared by both clients, no I/O.
 - `transport`, `async_transport`: one connection each, used by any number of calls at a time.
+- `subscription`, `async_subscription`, `events`: the daemon's events as an iterator, with a connection of its own.
+- `monitor`: all agents and pages, put together from answers that tell what changed.
 - `results`, `stream`, `logprobs`: typed results and stream events, and what both say of tokens' probabilities.
 - `errors`: one exception class for each error of the protocol, and those of this end.
 - `paths`, `config_file`: where daemon and client look for the data folder and the socket, and the file that says so.
@@ -28,19 +30,26 @@ from kvd_client.errors import (
     KvdClientError,
     RemoteError,
 )
+from kvd_client.events import EVENT_KINDS, DaemonEvent
+from kvd_client.monitor import MonitorPicture
 from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
+from kvd_client.subscription import Subscription
 
 if TYPE_CHECKING:
     from kvd_client.async_client import AsyncClient, AsyncGenerateStream
+    from kvd_client.async_subscription import AsyncSubscription
 
 __all__ = [
+    "EVENT_KINDS",
     "AgentInfo",
     "AsyncClient",
     "AsyncGenerateStream",
+    "AsyncSubscription",
     "CallTimeout",
     "Cancelled",
     "Client",
     "ConnectionLost",
+    "DaemonEvent",
     "DaemonUnreachable",
     "ExportResult",
     "GenerateResult",
@@ -49,15 +58,17 @@ __all__ = [
     "InjectResult",
     "KvdClientError",
     "Limits",
+    "MonitorPicture",
     "RemoteError",
     "Statistics",
+    "Subscription",
 ]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    if name in ("AsyncClient", "AsyncGenerateStream"):
+    if name in ("AsyncClient", "AsyncGenerateStream", "AsyncSubscription"):
         from kvd_client import async_client
 
         return getattr(async_client, name)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, Self, TypeVar, Unpack
 
 from kvd_client import calls
+from kvd_client.async_subscription import AsyncSubscription
 from kvd_client.async_transport import AsyncTransport, connect
 from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
 from kvd_client.paths import resolve_socket
@@ -258,6 +259,37 @@ class AsyncClient:
     async def residency(self, agent: str | None = None, *, namespace: str | None = None) -> dict[str, Any]:
         """Which pages are in RAM, on disk or under way, of one agent or of all."""
         return await self._run(calls.residency(agent, namespace or self.namespace))
+
+    async def monitor(self, since: int | None = None, *, namespace: str | None = None) -> dict[str, Any]:
+        """Where all pages are, what each agent does, and figures; may be asked twice a second.
+
+        Args:
+            since: `version` of an earlier answer: then only agents that changed are told (see `MonitorPicture`).
+            namespace: its agents alone; None for all.
+        """
+        return await self._run(calls.monitor(since, namespace))
+
+    def subscribe(
+        self,
+        *,
+        kinds: Sequence[str] | None = None,
+        agent: str | None = None,
+        namespace: str | None = None,
+        since: int | None = None,
+        reconnect: bool = False,
+    ) -> AsyncSubscription:
+        """What happens in the daemon from now on, as it happens: evictions, faults, misses with their reasons, turns.
+
+        Args:
+            kinds: of these kinds alone (`kvd_client.EVENT_KINDS`); None for all.
+            agent: of this agent (of `namespace`, or this client's) and of the daemon as a whole alone.
+            namespace: of this namespace's agents and of the daemon as a whole alone.
+            since: begin after the event of this number, as far as it is remembered; 0 for all that is.
+            reconnect: when the daemon goes away, say so (`away`) and go on with the next one.
+        """
+        whose = namespace or (None if agent is None else self.namespace)
+        params = calls.subscription(kinds, agent, whose, since)
+        return AsyncSubscription(lambda: connect(self.socket, self.timeout_s), params, reconnect=reconnect)
 
     async def statistics(self) -> Statistics:
         """Figures since the daemon's start."""

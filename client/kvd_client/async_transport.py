@@ -54,7 +54,11 @@ class _Inbox:
 
 
 class AsyncTransport(asyncio.Protocol):
-    """A connection and the calls in flight on it. Owner: `AsyncClient`; to be used on its event loop only."""
+    """A connection and the calls in flight on it. Owner: `AsyncClient`; to be used on its event loop only.
+
+    Attributes:
+        most_waiting: messages of a call that wait before the connection is not read any more; None: any number.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,6 +67,8 @@ class AsyncTransport(asyncio.Protocol):
         self._failure: Failure | None = None
         self._socket: asyncio.Transport | None = None
         self._closed = asyncio.get_running_loop().create_future()
+        self.most_waiting: int | None = None
+        self._is_held_up = False
 
     # ---- asyncio calls these ----
 
@@ -80,6 +86,7 @@ class AsyncTransport(asyncio.Protocol):
                     inbox = self._inboxes.get(event.request_id)
                     if inbox is not None:
                         inbox.put(event)
+                        self._hold_up(inbox)
                 elif isinstance(event, ErrorNotified):
                     self._fail(partial(remote_error, event.error))
         except ProtocolError as error:
@@ -139,7 +146,10 @@ class AsyncTransport(asyncio.Protocol):
             if not await inbox.wait(timeout_s):
                 text = f"no message of the daemon within {timeout_s:g} s"
                 raise CallTimeout(text, timeout_s=timeout_s or 0.0)
-        return inbox.messages.popleft()
+        message = inbox.messages.popleft()
+        if self._is_held_up:
+            self._hold_up(inbox)
+        return message
 
     async def close(self) -> None:
         """Close the connection; the daemon cancels what is in flight."""
@@ -149,6 +159,18 @@ class AsyncTransport(asyncio.Protocol):
             await asyncio.shield(self._closed)
 
     # ---- inside ----
+
+    def _hold_up(self, inbox: _Inbox) -> None:
+        """Read no more while too much waits, and on again when half of it is taken."""
+        if self.most_waiting is None or self._socket is None or self._failure is not None:
+            return
+        waiting = len(inbox.messages)
+        if not self._is_held_up and waiting > self.most_waiting:
+            self._is_held_up = True
+            self._socket.pause_reading()
+        elif self._is_held_up and waiting <= self.most_waiting // 2:
+            self._is_held_up = False
+            self._socket.resume_reading()
 
     def _write(self, data: bytes) -> None:
         if self._socket is not None and data:

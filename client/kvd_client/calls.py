@@ -302,6 +302,21 @@ def statistics() -> Call[Statistics]:
     return _call("statistics", _reader(Statistics))
 
 
+def monitor(since: int | None, namespace: str | None) -> Call[dict[str, Any]]:
+    """`monitor`."""
+    return _call("monitor", _mapping, since=since, namespace=namespace)
+
+
+def subscription(
+    kinds: Sequence[str] | None, agent: str | None, namespace: str | None, since: int | None
+) -> dict[str, object]:
+    """Parameters of `events.subscribe`."""
+    if isinstance(kinds, str):
+        raise local_error("invalid_params", f"kinds must be a list of names, not the string {kinds[:40]!r}")
+    given = {"kinds": None if kinds is None else list(kinds), "agent": agent, "namespace": namespace, "since": since}
+    return {key: value for key, value in given.items() if value is not None}
+
+
 def configure(budget: int | str | None, namespace_quotas: Mapping[str, int | str | None] | None) -> Call[Limits]:
     """`configure`."""
     quotas = None if namespace_quotas is None else dict(namespace_quotas)

@@ -14,6 +14,7 @@ from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
 from kvd_client.paths import resolve_socket, start_command
 from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
 from kvd_client.stream import StreamEvent
+from kvd_client.subscription import Subscription
 from kvd_client.transport import Transport
 from kvd_client.wire import StreamReceived
 
@@ -257,6 +258,40 @@ class Client:
         """Which pages are in RAM, on disk or under way, of one agent or of all."""
         return self._run(calls.residency(agent, namespace or self.namespace))
 
+    def monitor(self, since: int | None = None, *, namespace: str | None = None) -> dict[str, Any]:
+        """Where all pages are, what each agent does, and figures; may be asked twice a second.
+
+        Args:
+            since: `version` of an earlier answer: then only agents that changed are told (see `MonitorPicture`).
+            namespace: its agents alone; None for all.
+        """
+        return self._run(calls.monitor(since, namespace))
+
+    def subscribe(
+        self,
+        *,
+        kinds: Sequence[str] | None = None,
+        agent: str | None = None,
+        namespace: str | None = None,
+        since: int | None = None,
+        reconnect: bool = False,
+    ) -> Subscription:
+        """What happens in the daemon from now on, as it happens: evictions, faults, misses with their reasons, turns.
+
+        Args:
+            kinds: of these kinds alone (`kvd_client.EVENT_KINDS`); None for all.
+            agent: of this agent (of `namespace`, or this client's) and of the daemon as a whole alone.
+            namespace: of this namespace's agents and of the daemon as a whole alone.
+            since: begin after the event of this number, as far as it is remembered; 0 for all that is.
+            reconnect: when the daemon goes away, say so (`away`) and go on with the next one.
+
+        Raises:
+            DaemonUnreachable: nobody answers.
+        """
+        whose = namespace or (None if agent is None else self.namespace)
+        params = calls.subscription(kinds, agent, whose, since)
+        return Subscription(self._make_transport, params, reconnect=reconnect)
+
     def statistics(self) -> Statistics:
         """Figures since the daemon's start."""
         return self._run(calls.statistics())
@@ -321,9 +356,11 @@ class Client:
                 self._transport.close()
                 self._transport = None
             if self._transport is None:
-                command = start_command(self.socket)
-                self._transport = Transport(self.socket, command=command, timeout_s=self.timeout_s)
+                self._transport = self._make_transport()
             return self._transport
+
+    def _make_transport(self) -> Transport:
+        return Transport(self.socket, command=start_command(self.socket), timeout_s=self.timeout_s)
 
     def _stream(self, call: Call[GenerateResult]) -> GenerateStream:
         return GenerateStream(self._connected(), call, self.timeout_s)

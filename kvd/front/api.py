@@ -48,6 +48,12 @@ class CallContext(Protocol):
         coalesced or the connection is closed with `slow_reader`; the caller is never blocked.
         """
 
+    async def until_read(self) -> None:
+        """Wait until the client has read so far that nothing waits for it here, or the call is cancelled.
+
+        A call that tells more than its client may want to read waits between its events; so nothing piles up.
+        """
+
     def error_map(self, error: KvdError) -> dict[str, object]:
         """The error as the client sees it, for a result that says how a part of the call failed."""
 

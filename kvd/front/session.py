@@ -78,6 +78,7 @@ class Call:
         self.task: asyncio.Task[None] | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._cancelled = False
+        self._read: asyncio.Future[None] | None = None
         self._only_first_token = request.params.get("stream") is False
         self.is_done = False
 
@@ -103,6 +104,17 @@ class Call:
         if not self.is_done and not (self._only_first_token and event.get("type") != "first_token"):
             self._session.send_event(self.request.request_id, event)
 
+    async def until_read(self) -> None:
+        """Wait until nothing waits for the peer, or the call is cancelled."""
+        while not self._cancelled and self._session.is_behind:
+            self._read = asyncio.get_running_loop().create_future()
+            await self._read
+
+    def peer_has_read(self) -> None:
+        """Nothing waits for the peer any more, or the call is cancelled."""
+        if self._read is not None and not self._read.done():
+            self._read.set_result(None)
+
     def error_map(self, error: KvdError) -> dict[str, object]:
         """The error as the client sees it."""
         return to_error_object(error).to_wire()
@@ -112,6 +124,7 @@ class Call:
         if self._cancelled or self.is_done:
             return
         self._cancelled = True
+        self.peer_has_read()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
@@ -206,6 +219,9 @@ class Session(asyncio.Protocol):
             while self._outbox and len(batch) < _BATCH_BYTES:
                 batch += self._outbox.pop()
             self._transport.write(batch)
+        if not self.is_behind:
+            for call in self.calls.values():
+                call.peer_has_read()
         if self._transport is not None and self._is_ending and not self._outbox:
             self._transport.close()
 
@@ -310,6 +326,11 @@ class Session(asyncio.Protocol):
         )
 
     # ---- writing ----
+
+    @property
+    def is_behind(self) -> bool:
+        """Messages wait, since the peer does not read as fast as they come."""
+        return self._paused or bool(self._outbox)
 
     def send_event(self, request_id: int, event: Mapping[str, object]) -> None:
         """Send a stream event of a call in flight, or let it wait."""

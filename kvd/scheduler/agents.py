@@ -181,6 +181,30 @@ class Branch:
 
 
 @dataclass(slots=True)
+class TurnFigures:
+    """What turns came to, since the start.
+
+    Attributes:
+        turns: that were let in and ended, however.
+        prompt_tokens, cached_tokens, completion_tokens: sums.
+        last: facts of the last one, as a monitor shows them; None before there is one.
+    """
+
+    turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    last: Mapping[str, object] | None = None
+
+    def note(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
+        """A turn ended."""
+        self.turns += 1
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.completion_tokens += completion_tokens
+
+
+@dataclass(slots=True)
 class Agent:
     """An agent: its branches, its place in its log.
 
@@ -200,6 +224,7 @@ class Agent:
         pinned: the user pinned the agent: its current branch is held in RAM.
         logged: the agent has a log on disk.
         created_s: wall clock of the first record.
+        turns: what its turns came to.
     """
 
     ref: AgentRef
@@ -217,6 +242,7 @@ class Agent:
     pinned: bool = False
     created_s: float = 0.0
     logged: bool = False
+    turns: TurnFigures = field(default_factory=TurnFigures)
 
     @property
     def branch(self) -> Branch:

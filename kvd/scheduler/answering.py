@@ -56,6 +56,8 @@ class Answering:
         held = self.requests[request.request_id] = HeldRequest(request, reply, now_s)
         if isinstance(request, TurnRequest) and request.timeout_s is not None:
             held.deadline_s = now_s + request.timeout_s
+        if isinstance(request, TurnRequest) and self.core is not None:
+            self.core.journal.turn_queued(request)
         return held
 
     def waits(self, ref: AgentRef) -> bool:
@@ -119,7 +121,9 @@ class Answering:
         held = self.requests.pop(request_id)
         try:
             if self.core is not None and not held.internal:
-                self._on_request_done(held.line(self.core.clock(), result, error))
+                line = held.line(self.core.clock(), result, error)
+                self.core.journal.ended(held, line, result, error)
+                self._on_request_done(line)
         except Exception as caught:
             self.callback_failed(caught)
         self.reply(held, result, error)

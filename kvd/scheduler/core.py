@@ -8,21 +8,23 @@ Long because it is the one place where all parts meet: a third of it is their do
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvd.config import MAX_BATCH
-from kvd.ids import FormatId, GroupId, Namespace, PageId, PageKey, SpaceId
+from kvd.ids import FormatId, GroupId, Namespace, PageId, PageKey, RequestId, SpaceId
 from kvd.model.cache import SequenceCache
 from kvd.model.forward import Forward, clear_buffer_cache
 from kvd.model.loader import LoadedModel
 from kvd.quant.codec import CODEC_VERSION
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
-from kvd.scheduler.agents import Agent, Baseline, Branch, baseline_on_parent
+from kvd.scheduler.agents import Agent, Baseline, Branch, TurnFigures, baseline_on_parent
 from kvd.scheduler.governor import WriteGovernor
+from kvd.scheduler.journal import Journal
 from kvd.scheduler.limits import Limits, LimitSettings
 from kvd.scheduler.memory import Memory, SpaceFacts
+from kvd.scheduler.monitoring import Monitor
 from kvd.scheduler.paging import Paging
 from kvd.scheduler.pressure import Pressure
 from kvd.scheduler.registry import AgentRegistry
@@ -50,6 +52,7 @@ from kvd.vm.text import TypedText, cut_spans
 if TYPE_CHECKING:
     from kvd.attention.interface import AttentionBackend
     from kvd.quant.conditioning import LayerConditioning
+    from kvd.scheduler.messages import HeldRequest
     from kvd.store.folder_watch import FolderWatch
 
 NUMERICS = f"kvd-1/codec-{CODEC_VERSION}"
@@ -93,6 +96,7 @@ class EngineStatistics:
         busy_s: time of the engine's loop that it did not sleep.
         forward_s: of it, in the model's forward passes.
         sampling_s: of it, choosing tokens. What remains is the engine's own: messages, plans, books, events.
+        turns: what all turns came to.
     """
 
     tokens_computed: int = 0
@@ -117,6 +121,7 @@ class EngineStatistics:
     busy_s: float = 0.0
     forward_s: float = 0.0
     sampling_s: float = 0.0
+    turns: TurnFigures = field(default_factory=TurnFigures)
 
     def note_steps(self, *, rows: int, is_chunk: bool, seconds: float) -> None:
         """The model ran: decode steps of `rows` requests together, or one prefill chunk."""
@@ -159,6 +164,9 @@ class EngineCore:
         watch: notices changes of page files by others; None: nobody does.
         page_waits: turns that wait for pages now.
         batch_failures: batches in a row that failed through no row's fault.
+        requests: those that have not been answered.
+        journal: tells what happens.
+        monitor: what was shown of all this.
     """
 
     numerics = NUMERICS
@@ -218,6 +226,9 @@ class EngineCore:
         self.watch: FolderWatch | None = None
         self.page_waits = 0
         self.batch_failures = 0
+        self.requests: Mapping[RequestId, HeldRequest] = {}
+        self.journal = memory.journal = Journal(self)
+        self.monitor = Monitor()
 
     def govern(self) -> None:
         """Tell the pager what it may write, as time passes; note since when the disk refuses."""
@@ -308,6 +319,7 @@ class EngineCore:
 
     def _release(self, space: SpaceId) -> None:
         self.sharing.forget(space)
+        self.journal.gather()  # nobody knows afterwards whose it was
         self.memory.apply(SpaceClosed(space))
         self.memory.remove_space(space)
         self._owners.pop(space, None)

@@ -32,6 +32,7 @@ from kvd.scheduler.answering import Answering
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.errors import EngineBroken
+from kvd.scheduler.event_ring import EventRing
 from kvd.scheduler.importing import warm_first
 from kvd.scheduler.inbox import Inbox
 from kvd.scheduler.iterations import IterationPlanner
@@ -99,6 +100,11 @@ class Engine:
             with an error, when the engine cannot go on.
         on_request_done: called with the canonical log line of each request.
         check: verify the pager's conservation laws after each request.
+
+    Attributes:
+        ring: what happens, for whoever subscribes.
+        drained: set when it takes no new requests and the last one ended.
+        last_progress_s: monotonic clock of its last time round.
     """
 
     def __init__(
@@ -133,6 +139,7 @@ class Engine:
         self._changes = 0
         self._next_request = 0
         self._id_lock = threading.Lock()
+        self.ring = EventRing()
         self.drained = threading.Event()
         self.last_progress_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
@@ -197,6 +204,7 @@ class Engine:
             self._core = self._build(lambda result: self._inbox.put(StoreAnswer(result)))
             self._upkeep = Upkeep(self._core, time.monotonic, TICK_S)
             self._answering.core = self._core
+            self._core.requests, self._core.journal.ring = self._requests, self.ring
             max_batch = self._max_batch if self._max_batch is not None else self._core.default_batch
             self._answering.at_once = self._core.stats.max_batch = max_batch
             self._core.thrashing.allow(max_batch)
@@ -220,6 +228,7 @@ class Engine:
         began_s, slept_s = core.clock(), 0.0
         self._take_messages(block=False)
         self._tick()
+        core.journal.tick()
         core.limits.settle()
         core.reservations.review()
         self._tell_places()
@@ -304,7 +313,8 @@ class Engine:
         """See to what is in the inbox, if need be wait for it; returns the seconds that the loop slept."""
         clock = self._core_now.clock
         began_s = clock()
-        messages = self._inbox.take(self._answering.patience_s(TICK_S) if block else 0.0)
+        journal = self._core_now.journal
+        messages = self._inbox.take(journal.patience_s(self._answering.patience_s(TICK_S)) if block else 0.0)
         slept_s = clock() - began_s if block else 0.0
         for message in messages:
             self._take(message)
@@ -345,6 +355,8 @@ class Engine:
                 self._core.govern()
                 for agent in [] if self._draining else self._upkeep.unsaved():
                     self._submit_own(agent.ref, "save")  # the last chance for what the disk refused
+                if not self._draining:
+                    self._core.journal.tell("draining")
                 self._draining = True
                 self._schedule(DrainWanted())
             case Stop():

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvd.errors import AgentNotFound, KvdError
 from kvd.ids import Fingerprint, FrameId, GroupId, PageId, PageKey, SpaceId
@@ -48,6 +48,9 @@ from kvd.vm.events import (
 )
 from kvd.vm.pager import Pager
 from kvd.vm.views import TailView
+
+if TYPE_CHECKING:
+    from kvd.scheduler.journal import Journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ class Memory:
 
     Attributes:
         trace: is shown every event that the pager took; None: nobody is.
+        journal: is told what was lost; None: nobody is.
         failed_writes: of pages that are not in swap for it: how often their write failed.
     """
 
@@ -155,6 +159,7 @@ class Memory:
         self.pool = pool
         self.statistics = MemoryStatistics()
         self.trace: TraceWriter | None = None
+        self.journal: Journal | None = None
         self._swap = swap
         self._fingerprint = fingerprint
         self._numerics = numerics
@@ -361,6 +366,8 @@ class Memory:
         """Page files went or changed by others' doing: what is in RAM is written again, the rest computed if needed."""
         self.statistics.page_files_lost += len(pages)
         self._without_file.update(page for page in pages if page in self._pages)
+        if self.journal is not None:
+            self.journal.tell("page_files_lost", pages=len(pages))
         self._on_event("page_files_lost", pages=len(pages), first=list(pages[:3]))
         self.apply(FilesGone(tuple(pages)))
 
@@ -396,6 +403,8 @@ class Memory:
             self.apply(LoadFailed(page, reason))
             return
         self.statistics.load_failures += 1
+        if self.journal is not None:
+            self.journal.page_lost(page, "log_short" if error is None else error.name, reason)
         self.statistics.lost_pages = [*self.statistics.lost_pages[-99:], page]
         self._on_event("page_lost", page=page, reason=reason, time_s=time.time())
         self.apply(LoadFailed(page, reason))

@@ -186,6 +186,21 @@ class Params:
             f"{name} must be {' or '.join(allowed)}, not {value[:40]!r}", parameter=name, allowed=list(allowed)
         )
 
+    def names_of(self, name: str, allowed: Sequence[str]) -> frozenset[str] | None:
+        """A list of some of `allowed`; None when absent.
+
+        Raises:
+            InvalidParams: naming all that are allowed.
+        """
+        raw = self._raw.get(name)
+        if raw is None:
+            return None
+        if not isinstance(raw, list) or not raw or not all(isinstance(each, str) and each in allowed for each in raw):
+            raise InvalidParams(
+                f"{name} must be a list of one or more of {', '.join(allowed)}", parameter=name, allowed=list(allowed)
+            )
+        return frozenset(raw)
+
     def timeout_s(self) -> float | None:
         """Seconds after which the call is cancelled; None for never."""
         if not self.has("timeout_s"):

@@ -138,6 +138,7 @@ class Residence:
         state.preemptions += 1
         core.stats.preemptions += 1
         state.request.emit({"type": "preempted"})
+        core.journal.turn_moved(state, resumed=False)
         self.is_away = True
         try:
             while self.is_wanted:
@@ -157,6 +158,7 @@ class Residence:
             state.times.away_s += core.clock() - began_s
             state.times.preempted_s += core.clock() - began_s - (state.times.swap_in_s - loaded_before_s)
         state.request.emit({"type": "resumed"})
+        core.journal.turn_moved(state, resumed=True)
         return notes
 
     def until_ready(self) -> Waiting:

@@ -2,6 +2,8 @@
 
 Methods are checked and rendered here, on the loop; anything that touches agents runs on the engine: long work as a
 queued request, look-ups as a short call between two steps. Health never waits for the engine.
+
+Long because every method has its lines here.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from kvd.scheduler.injected import injected, injected_into
 from kvd.scheduler.limits import LimitChange
 from kvd.scheduler.params import CHAT_NAMES, MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
+from kvd.scheduler.subscribing import Subscriptions
 from kvd.store.agent_file import read_header
 from kvd.store.errors import FileFault
 from kvd.store.fs import RealFileSystem
@@ -76,6 +79,7 @@ class KvdService:
         self._ready: asyncio.Event = asyncio.Event()
         self._started_s = time.monotonic()
         self._draining = False
+        self._subscriptions = Subscriptions()
         self._encoding = asyncio.Lock()
         self._rendering = asyncio.Lock()
         self._codec: TextCodec | None = None
@@ -103,6 +107,8 @@ class KvdService:
             "agent.import": self._import,
             "residency": self._residency,
             "statistics": self._statistics,
+            "monitor": self._monitor,
+            "events.subscribe": self._subscribe,
             "model.info": self._model_info,
             "configure": self._configure,
             "drain": self._drain,
@@ -366,6 +372,22 @@ class KvdService:
     async def _statistics(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown()
         return await self._call(views.statistics)
+
+    async def _monitor(self, params: Params, context: CallContext) -> object:
+        params.refuse_unknown("namespace", "since")
+        namespace = params.namespace() if params.has("namespace") else None
+        since = params.optional_integer("since")
+        look = await self._call(lambda core: core.monitor.look(core, namespace, since))
+        told = look.to_wire()
+        more = {**self._engine.queue_facts, "subscribers": self._subscriptions.count}
+        return {**told, "figures": {**look.figures, **more}}
+
+    async def _subscribe(self, params: Params, context: CallContext) -> object:
+        return await self._subscriptions.serve(self._engine.ring, params, context)
+
+    def end_subscriptions(self) -> None:
+        """Nothing more will happen: they tell what is left and end."""
+        self._subscriptions.close()
 
     async def _tokenize(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("text", "messages", "tools", "count_only")

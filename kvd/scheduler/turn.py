@@ -68,8 +68,8 @@ class TurnTimes:
 class TurnState:
     """What a running turn knows; the engine sets `cancelled` and `slot_wanted`, the turn all else.
 
-    `is_shortened`: the model's context has room for fewer new tokens than were asked for. `is_background`: it makes way
-    for interactive turns, unless one of them waits for it.
+    `prompt_tokens`: once it is matched. `is_shortened`: the model's context has room for fewer new tokens than were
+    asked for. `is_background`: it makes way for interactive turns, unless one of them waits for it.
     """
 
     request: TurnRequest
@@ -79,6 +79,7 @@ class TurnState:
     cancel_reason: str = "cancelled by the client"
     swapped_in_pages: int = 0
     is_shortened: bool = False
+    prompt_tokens: int = 0
     slot_wanted: bool = False
     preemptions: int = 0
     residence: Residence | None = None
@@ -165,6 +166,7 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
         residence = state.residence = _residence(core, agent, plan, state)
         try:
             plan = yield from _until_in(core, agent, plan, state, residence)
+            core.journal.turn_begun(state)
             state.request = replace(request, max_tokens=plan.max_tokens)
             state.is_shortened = plan.max_tokens < request.max_tokens
             token_bytes = [*plan.source.token_bytes[: plan.match.keep_tokens], *plan.lengths]
@@ -378,6 +380,7 @@ def _work(
         reason = "; ".join([plan.match.reason, *notes])
         matched = {"match": plan.match.kind, "match_reason": reason, "prompt_tokens": generation.prompt_tokens}
         request.emit({"type": "matched", **matched, "cached_tokens": cached_tokens})
+        core.journal.matched(state, {**matched, "cached_tokens": cached_tokens}, _divergence(plan.match))
         finish = yield from _generate(generation, request, replaying=replaying)
         core.stats.tokens_reused += cached_tokens
         core.stats.tokens_shared += min(cached_tokens, branch.borrowed_pages * PAGE_TOKENS) if plan.is_shared else 0

@@ -6,6 +6,7 @@
 - `demand` says what goes next, `prefetch` what is loaded before anybody demands it, `budget` counts bytes, `eviction`
   ranks victims, `transfers` starts loads and writes, `packing` takes frames from tails that no step needs, `reclaim`
   evicts in the background, `pins` says what pins hold, `integrity` counts again; `window` says which pages a step sees.
+- `moves` sums up whose pages came and went, `codes` has page maps as bytes.
 - `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content, `sharing`
   finds the pages of a domain that a prompt begins with.
 - `trace` has the words for writing down what agents did, so that another policy can be asked the same.

@@ -119,6 +119,7 @@ class SpaceUse:
         lost_pages: of these, pages that are lost.
         packed_pages: of these, tails that are packed.
         ram_pages: mapped pages whose bytes are in RAM, wherever they lie.
+        changed_at: the pager's tick when the state, window or sharing of one of its pages last changed.
         behind_window: mapped pages that no step can see, since they lie before a group's window. They count as neither
             absent nor lost, and nothing is done to have them in RAM.
     """
@@ -139,6 +140,7 @@ class SpaceUse:
     lost_pages: int = 0
     packed_pages: int = 0
     ram_pages: int = 0
+    changed_at: int = 0
     behind_window: set[PageId] = field(default_factory=set)
 
     @property

@@ -146,6 +146,7 @@ class PageTable:
             raise IllegalEvent(f"space {use.space} maps page {page.page_id} already", page=str(page.page_id))
         page.users[use.space] = use
         self._count(page, use, 1)
+        self._note_sharing(page, 2)
 
     def unmap(self, page: Page, use: SpaceUse) -> None:
         """Take a user away; what becomes of a page without users is the pager's decision."""
@@ -153,6 +154,7 @@ class PageTable:
         self._count(page, use, -1)
         use.behind_window.discard(page.page_id)
         use.unpinned_pages.discard(page.page_id)
+        self._note_sharing(page, 1)
 
     def show(self, page: Page, use: SpaceUse, *, in_window: bool) -> None:
         """The page came into or fell behind the window of a space that maps it; the counters follow."""
@@ -163,9 +165,15 @@ class PageTable:
             use.behind_window.add(page.page_id)
         self._count(page, use, 1)
 
-    @staticmethod
-    def _count(page: Page, use: SpaceUse, sign: int) -> None:
+    def _note_sharing(self, page: Page, users: int) -> None:
+        """The page began or ceased to be shared, if it has so many users now: they see that, too."""
+        if len(page.users) == users:
+            for use in page.users.values():
+                use.changed_at = self.tick
+
+    def _count(self, page: Page, use: SpaceUse, sign: int) -> None:
         """Enter the page into (1) or take it out of (-1) the counters of a space that maps it."""
+        use.changed_at = self.tick
         use.ram_pages += sign * (page.state in IN_RAM)
         if page.state not in READABLE and page.page_id not in use.behind_window:
             use.absent_pages += sign

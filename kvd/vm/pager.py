@@ -12,7 +12,8 @@ May import kvd.ids, kvd.quant.spec and the other modules of kvd.vm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from kvd.ids import FrameId, GroupId, PageId, SpaceId
@@ -20,11 +21,13 @@ from kvd.quant.spec import PAGE_TOKENS
 from kvd.vm import events as ev
 from kvd.vm.address_space import AddressSpace
 from kvd.vm.budget import HIGH_FREE_PERCENT, LOW_FREE_PERCENT, PIN_PART, Budget
+from kvd.vm.codes import space_codes
 from kvd.vm.demand import Demand
 from kvd.vm.errors import IllegalEvent, NotResident, SpaceInUse
 from kvd.vm.eviction import EvictionPolicy, LruPolicy
 from kvd.vm.integrity import check
 from kvd.vm.mapping import Mappings
+from kvd.vm.moves import Moved
 from kvd.vm.page import OPEN, Page, PageState
 from kvd.vm.page_table import PageTable
 from kvd.vm.pins import Pins
@@ -32,6 +35,7 @@ from kvd.vm.prefetch import Expectations
 from kvd.vm.reclaim import Reclaim
 from kvd.vm.transfers import Transfers
 from kvd.vm.views import (
+    Counters,
     PageView,
     Paging,
     Residency,
@@ -169,6 +173,39 @@ class Pager:
         """How much is demanded, and how much of it is not there; costs nothing to ask."""
         counters = self._transfers.counters
         return Paging(counters.demanded, counters.faults, counters.refaults)
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since start, as of now: what of `statistics` costs nothing to ask."""
+        return replace(self._transfers.counters)
+
+    @property
+    def prefetched_pages(self) -> int:
+        """Pages read ahead since start, for whatever reason."""
+        return sum(figures.pages for figures in self._transfers.ledger.figures.values())
+
+    @property
+    def has_moved(self) -> bool:
+        """True when `take_moves` has something to tell."""
+        return bool(self._transfers.moves)
+
+    def take_moves(self) -> list[Moved]:
+        """Whose pages moved since this was last asked, what they did and why; forgets it."""
+        return self._transfers.moves.take()
+
+    def owner(self, page: PageId) -> SpaceId | None:
+        """The space that mapped the page first, of those that map it."""
+        found = self._table.find(page)
+        return None if found is None else next(iter(found.users), None)
+
+    def map_version(self, space: SpaceId) -> Hashable:
+        """Differs from an earlier one when `page_codes` of the space may."""
+        use = self._space(space).use
+        return use.changed_at, self._space(space).tokens, use.pinned, len(use.unpinned_pages)
+
+    def page_codes(self, space: SpaceId) -> tuple[bytes, ...]:
+        """What each page of the space is, by code (`kvd.vm.codes`), per cache group."""
+        return space_codes(self._space(space))
 
     @property
     def writes_fail(self) -> bool:
@@ -446,7 +483,7 @@ class Pager:
         for page_id in event.pages:
             page = self._table.find(page_id)
             if page is not None and page.state is PageState.CLEAN and page.droppable and not page.held:
-                self._transfers.drop(page)
+                self._transfers.drop(page, "quota")
 
     def _growth_wanted(self, event: ev.GrowthWanted) -> None:
         space = self._space(event.space)

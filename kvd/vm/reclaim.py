@@ -57,6 +57,6 @@ class Reclaim:
         """
         counters = self._transfers.counters
         before = counters.evictions
-        is_enough = self._transfers.free(wanted_bytes, namespace)
+        is_enough = self._transfers.free(wanted_bytes, namespace, reason="background")
         counters.reclaimed += counters.evictions - before
         return is_enough

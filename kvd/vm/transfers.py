@@ -26,6 +26,7 @@ from kvd.vm.address_space import AddressSpace
 from kvd.vm.errors import NoRoomForCopy
 from kvd.vm.events import DropFrame, DropPacked, ForgetPage, Instruction, LoadPage, LoadTail, WritePage
 from kvd.vm.eviction import EvictionPolicy
+from kvd.vm.moves import EvictionReason, Moves
 from kvd.vm.packing import Packing
 from kvd.vm.page import IN_FLIGHT, IN_RAM, RESIDENT, Page, PageState, SpaceUse
 from kvd.vm.page_table import PageTable
@@ -53,6 +54,7 @@ class Transfers:
             uses it up may be larger.
         ledger: what became of pages that were loaded ahead.
         packing: tails without a frame.
+        moves: what moved lately, and whose it was.
         evicted_bytes: the eviction clock: bytes evicted for room since start.
     """
 
@@ -68,6 +70,7 @@ class Transfers:
     ) -> None:
         self.counters = Counters()
         self.ledger = PrefetchLedger()
+        self.moves = Moves()
         self.packing = Packing(table, spaces, emit, self.counters)
         self.evicted_bytes = 0
         self.loads_in_flight = 0
@@ -110,15 +113,16 @@ class Transfers:
 
     # ---- frames -----------------------------------------------------------------------------------------------------
 
-    def drop(self, page: Page) -> None:
+    def drop(self, page: Page, reason: EvictionReason) -> None:
         """Drop a droppable page's bytes from RAM; they stay in swap or in the log."""
+        self.moves.note("eviction", page, page.ram_bytes, reason)
         self._move(page, page.stored_state)
         self.counters.evictions += 1
 
-    def evict(self, page: Page) -> None:
+    def evict(self, page: Page, reason: EvictionReason = "room") -> None:
         """Drop a droppable page to make room; the clock goes on, and the page remembers what it says."""
         self.evicted_bytes += page.ram_bytes
-        self.drop(page)
+        self.drop(page, reason)
         page.evicted_at_bytes = self.evicted_bytes
 
     def count_fault(self, page: Page) -> None:
@@ -143,10 +147,11 @@ class Transfers:
         if not page.droppable or page.held or not page.users:
             return
         if page.is_behind_window:
+            self.moves.note("eviction", page, page.ram_bytes, "window")
             self._move(page, page.stored_state)
             self.counters.window_drops += 1
         elif all(use.evict_wanted for use in page.needed_by):
-            self.drop(page)
+            self.drop(page, "asked")
 
     def make_room(self, want_bytes: int, namespace: Namespace | None = None) -> None:
         """Pack tails, then evict, until `want_bytes` more fit, as far as that can be done now.
@@ -171,7 +176,7 @@ class Transfers:
                     shortage_bytes -= page.page_bytes
         self.free(shortage_bytes)
 
-    def free(self, wanted_bytes: int, namespace: Namespace | None = None) -> bool:
+    def free(self, wanted_bytes: int, namespace: Namespace | None = None, *, reason: EvictionReason = "room") -> bool:
         """Give up so many bytes of idle pages, or all there are; dirty ones are written first and count already.
 
         Anybody's tails are packed first; of a namespace pages are evicted alone.
@@ -179,6 +184,7 @@ class Transfers:
         Args:
             wanted_bytes: how many.
             namespace: whose pages; None for anybody's.
+            reason: what is told of it.
 
         Returns:
             Whether there were so many.
@@ -191,7 +197,7 @@ class Transfers:
         for page in self._policy.order(self._of(namespace)):
             freed_bytes = page.ram_bytes
             if page.droppable:
-                self.evict(page)
+                self.evict(page, reason)
             elif page.state is PageState.SEALED_DIRTY:
                 if self.writes_fail:
                     continue
@@ -324,6 +330,7 @@ class Transfers:
         if failed:
             self._move(page, PageState.LOST)
         else:
+            self.moves.note("prefetch" if page.prefetched else "fault", page, page.page_bytes, page.prefetched or "")
             self._table.move(page, PageState.CLEAN if page.state is PageState.LOADING else PageState.FILLING)
             if has_no_file and page.users:
                 self.write_again(page)
@@ -395,7 +402,9 @@ class Transfers:
     def write_done(self, page_id: PageId) -> None:
         """A page is durable in swap, so the disk takes writes."""
         self.writes_fail = self._trial_due = self._trial_runs = False
-        self._settle(self._write_ended(page_id, PageState.CLEAN))
+        page = self._write_ended(page_id, PageState.CLEAN)
+        self.moves.note("swap_out", page, page.page_bytes)
+        self._settle(page)
 
     def write_failed(self, page_id: PageId) -> None:
         """A write failed: the page stays resident and dirty until a retry succeeds."""
