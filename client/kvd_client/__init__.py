@@ -10,8 +10,10 @@
 - `paths`, `config_file`: where daemon and client look for the data folder and the socket, and the file that says so.
 - `wire`: the protocol without I/O, used by the daemon too.
 - `residency`: page maps as pictures, one mark a page.
-- `cli`, `cli_text`, `cli_agents`, `cli_common`: the `kvd-client` commands; `cli_show`: what they print for people;
-  `cli_wait`: what they say while nothing has come yet.
+- `top`: what `kvd-client top` does; `top_view` what it shows, `top_rates` what goes on per second, `top_screen` the
+  terminal; `event_text`: events as lines.
+- `cli`, `cli_text`, `cli_agents`, `cli_watch`, `cli_common`: the `kvd-client` commands; `cli_show`: what they print for
+  people; `cli_wait`: what they say while nothing has come yet.
 
 May import msgpack, click (the commands only) and the standard library; never kvd, mlx or numpy. Importing the package
 loads neither click nor asyncio: `AsyncClient` is loaded when it is first asked for.

@@ -8,6 +8,7 @@ from kvd_client import __version__
 from kvd_client.cli_agents import AGENT_COMMANDS
 from kvd_client.cli_common import Defaults, ErrorExits, shared_options
 from kvd_client.cli_text import TEXT_COMMANDS
+from kvd_client.cli_watch import WATCH_COMMANDS
 
 
 @click.group(
@@ -29,7 +30,7 @@ def cli(context: click.Context, /, **given: object) -> None:
     context.obj = Defaults.of(given)
 
 
-for _command in (*TEXT_COMMANDS, *AGENT_COMMANDS):
+for _command in (*TEXT_COMMANDS, *AGENT_COMMANDS, *WATCH_COMMANDS):
     cli.add_command(_command)
 
 
