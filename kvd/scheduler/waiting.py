@@ -185,6 +185,8 @@ def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop, patience
     """
     if core.pager.writes_fail:
         core.memory.apply(RetryWanted())  # room may depend on it
+    if ready():
+        return  # a round of the engine's loop would find out no more
     stuck, patience = _stuck(core), patience or Patience()
     patience.begin(core)
     yield lambda: ready() or stop() is not None or stuck() or patience.is_over(core)

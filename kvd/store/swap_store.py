@@ -114,6 +114,7 @@ class SwapStore:
         }
         self._vanished: set[PageId] = set()  # with the folder, and nobody was told yet
         self._doomed: dict[str, None] = {}
+        self._rows_due: dict[tuple[str, str], float] = {}  # agents whose catalog rows are behind, and since when
         self._layouts = layouts
         self._logs = LogBook(folder, fingerprint, self._fs, layouts, full_groups, recovered, self._facts.append)
         self._written_before = recovered.counters.get("bytes_written", 0)
@@ -186,7 +187,14 @@ class SwapStore:
         return SwapResult(op, None, time.perf_counter() - started_s, read_bytes=file_bytes, payload=payload)
 
     def idle(self) -> None:
-        """Commit the catalog and remove the files of deleted pages. Called when the queue is empty."""
+        """Commit the catalog and remove the files of deleted pages. Called when the queue is empty.
+
+        An agent's row is made here, once for all its records since: nobody who waits for a record waits for its row.
+        """
+        for ref, time_s in self._rows_due.items():
+            if self._logs.image(ref) is not None:  # its log may have vanished since
+                self._catalog.put_agent(self._logs.row(ref, time_s))
+        self._rows_due.clear()
         self._catalog.commit({"bytes_written": self._written_before + self._fs.bytes_written})
         for page_id in list(self._doomed):
             try:
@@ -298,6 +306,7 @@ class SwapStore:
             case GiveUpPagesOp(page_ids):
                 return SwapResult(op, None, 0.0, value=self._give_up(page_ids))
             case DeleteLogOp():
+                self._rows_due.pop((op.namespace, op.agent), None)
                 renewals = self._catalog.renewals
                 self._catalog.drop_agent(op.namespace, op.agent)
                 self.idle()
@@ -417,7 +426,7 @@ class SwapStore:
         self, op: AppendRecordOp | CompactLogOp, ref: tuple[str, str], image: AgentImage, count: str
     ) -> SwapResult:
         self._counts[count] += 1
-        self._catalog.put_agent(self._logs.row(ref, time.time()))
+        self._rows_due[ref] = time.time()
         return SwapResult(op, None, 0.0, image=image)
 
     def _delete_page(self, page_id: str) -> None:

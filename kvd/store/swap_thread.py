@@ -10,6 +10,10 @@ leaves most of an SSD idle; nobody waits for a flush to end. They know bytes onl
 that is missing, wrong, refused or unknown) is left to the swap thread, which reads again and keeps the books. Tails and
 steps of exports are the swap thread's, before its next change.
 
+Each operation wakes the one thread that can see to it: five that wake for one answer take turns at the interpreter just
+when the engine wants it. What tidies up (catalog, files of deleted pages) is put off for `TIDY_AFTER_S` for the same
+reason; who asked for something has its answer by then, and more of it may have come to be tidied up at once.
+
 Looks at page files that somebody else may have changed are nobody's request: what was asked for is merged, and a step
 of it is made when nothing at all is queued or being read. A close makes no more of them.
 
@@ -55,6 +59,9 @@ Subject = tuple[str, ...]
 
 READERS: Final = 4
 """Threads that read pages. Two saturate most SSDs with pages of megabytes; small pages and fast drives want more."""
+
+TIDY_AFTER_S: Final = 0.02
+"""How long nothing must have come before the thread tidies up; a flush and a close do so at once."""
 
 
 class Store(Protocol):
@@ -106,7 +113,9 @@ class SwapThread:
     def __init__(self, *, store: Store, deliver: Callable[[SwapResult], None]) -> None:
         self._store = store
         self._deliver = deliver
-        self._changed = threading.Condition()
+        self._changed = threading.Lock()
+        self._for_swap = threading.Condition(self._changed)  # there is something for the swap thread
+        self._for_readers = threading.Condition(self._changed)  # there are pages to read
         self._ordered: deque[SwapOp] = deque()
         self._reads: deque[_Read] = deque()  # waiting; those of pages go to the readers
         self._left: deque[_Read] = deque()  # page reads that a reader could not settle
@@ -146,12 +155,15 @@ class SwapThread:
                 read = _Read(op, self._last_change.get(_subject(op), 0))
                 self._reads.append(read)
                 self._open_reads.setdefault(_subject(op), []).append(read)
+                if read.is_for_readers:
+                    self._wake_readers(1)
+                    return
             else:
                 self._submitted += 1
                 self._ordered.append(op)
                 self._queued_bytes += _held_bytes(op)
                 self._last_change[_subject(op)] = self._submitted
-            self._changed.notify_all()
+            self._for_swap.notify()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything submitted so far is done; False when that takes longer than `timeout_s` or for ever."""
@@ -167,7 +179,8 @@ class SwapThread:
         """Carry out what is queued, commit the catalog, end the threads. Harmless when called twice."""
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._for_swap.notify()
+            self._for_readers.notify_all()
         for thread in (self._thread, *self._readers):
             if thread.ident is not None:
                 thread.join()
@@ -201,7 +214,7 @@ class SwapThread:
                         self._changed
                     ):  # only now may readers go on that waited for it: their answers come after its own
                         self._finish(op)
-                        self._changed.notify_all()
+                        self._wake_readers(sum(read.is_for_readers for read in self._reads))
         except Exception as fault:
             self._break(f"the swap thread failed: {fault!r}")
         finally:
@@ -223,23 +236,32 @@ class SwapThread:
             self._reads.clear()
             self._left.clear()
             self._queued_bytes = 0
-            self._changed.notify_all()
+            self._for_readers.notify_all()
         for op in left:
             if isinstance(op, FlushOp):
                 op.event.set()
         self._answer(SwapResult(SwapBroken(reason), InternalError(reason), 0.0))
 
     def _take(self) -> SwapOp | None:
-        """The next operation; None when closing and nothing is left. Before waiting, the store tidies up."""
+        """The next operation; None when closing and nothing is left. Before a longer wait, the store tidies up."""
         with self._changed:
-            op = self._next()
+            if (op := self._next()) is None and not self._closing:
+                self._for_swap.wait(TIDY_AFTER_S)
+                op = self._next()
         if op is not None:
             return op
         self._store.idle()
         with self._changed:
             while (op := self._next() or self._next_look()) is None and not (self._closing and not self._open_reads):
-                self._changed.wait()
+                self._for_swap.wait()
         return op
+
+    def _wake_readers(self, reads: int) -> None:
+        """There may be so many more reads to be made, and they all are when the thread closes."""
+        if self._closing:
+            self._for_readers.notify_all()
+        elif reads:
+            self._for_readers.notify(reads)
 
     def _look_at(self, op: CheckPagesOp) -> None:
         self._looks = op if self._looks is None else self._looks.and_also(op)
@@ -295,14 +317,15 @@ class SwapThread:
                     self._close_read(read)
                 elif not self._broken:
                     self._left.append(read)
-                self._changed.notify_all()
+                self._for_swap.notify()  # a change may have waited for it, or it is the swap thread's now
+                self._wake_readers(0)
 
     def _take_read(self) -> _Read | None:
         with self._changed:
             while (read := self._next_read(for_readers=True)) is None:
                 if self._closing and (self._broken or not any(each.is_for_readers for each in self._reads)):
                     return None
-                self._changed.wait()
+                self._for_readers.wait()
             self._reading.begin()
             return read
 

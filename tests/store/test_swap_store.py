@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.errors import AgentNotFound
+from kvd.store.catalog import AgentRow
 from kvd.store.errors import (
     DiskFault,
     LogCorrupt,
@@ -60,6 +61,30 @@ def test_bytes_per_turn_are_those_of_its_new_tokens(store: SwapStore) -> None:
         written.append(results[-1].written_bytes)
     assert max(written) - min(written) <= 64
     assert max(written) < 10 * sum(layout.token_bytes for layout in LAYOUTS) + 600
+
+
+def test_records_do_not_wait_for_their_row(store: SwapStore) -> None:
+    """The catalog is derived: a row is made once for all records since, after they were answered."""
+    rows: list[int] = []
+    put = store._catalog.put_agent
+
+    def counting(row: AgentRow) -> None:
+        rows.append(row.seq)
+        put(row)
+
+    store._catalog.put_agent = counting  # type: ignore[method-assign]
+    agent = ModelAgent("ada")
+    for _ in range(3):
+        agent, results = turn(store, agent, 10)
+        assert results[-1].error is None
+    assert rows == []
+    store.idle()
+    store.idle()
+    assert rows == [3]
+    turn(store, agent, 10)
+    assert store.perform(DeleteLogOp("default", "ada")).error is None
+    store.idle()
+    assert rows == [3], "a deleted agent has no row"
 
 
 def test_a_record_is_refused_while_its_pages_are_not_durable(store: SwapStore, fs: LossyFileSystem) -> None:

@@ -306,7 +306,7 @@ def test_looks_wait_for_readers_and_end_with_the_thread(desk: Desk) -> None:
     closing = threading.Thread(target=desk.thread.close)
     closing.start()
     with desk.thread._changed:
-        assert desk.thread._changed.wait_for(lambda: desk.thread._closing, 20)
+        assert desk.thread._for_readers.wait_for(lambda: desk.thread._closing, 20)
     desk.fs.reads_open.set()
     closing.join(20)
     assert not closing.is_alive()
@@ -442,3 +442,37 @@ def test_a_bug_outside_an_operation_is_told_and_hangs_nobody(desk: Desk, where: 
         desk.thread.flush(20)
     assert desk.thread.statistics().queued_ops == 0
     desk.thread.close()
+
+
+def test_a_change_wakes_no_reader(desk: Desk) -> None:
+    """A commit is answered by the one thread that makes it: readers that wake with it would take turns with it."""
+    looked = 0
+    next_read = desk.thread._next_read
+
+    def counting(*, for_readers: bool) -> object:
+        nonlocal looked
+        looked += for_readers
+        return next_read(for_readers=for_readers)
+
+    desk.thread._next_read = counting  # type: ignore[method-assign, assignment]
+    writes = [page_op("a", number) for number in range(8)]
+    for write in writes:
+        desk.thread.submit(write)
+    desk.done()
+    assert looked <= READERS, "but for their look at the start"
+    for write in writes:
+        desk.thread.submit(read_op(write))
+    desk.until(2 * len(writes))
+    assert looked >= len(writes), "and reads wake them"
+    assert all(result.error is None for result in desk.done())
+
+
+def test_reads_that_wait_for_one_change_all_come(desk: Desk) -> None:
+    """More reads than readers, freed by one write: none is left lying, whichever reader wakes."""
+    write = page_op("a")
+    desk.hold(write)
+    for _ in range(3 * READERS):
+        desk.thread.submit(read_op(write))
+    desk.fs.open.set()
+    desk.until(1 + 3 * READERS)
+    assert all(result.error is None for result in desk.done())
