@@ -1,6 +1,7 @@
 """What a daemon takes while it is soaked: samples over its life, and whether they grow without end (P23).
 
-What pages take is bounded by the budget and comes and goes; it is taken off. The rest may grow while the daemon warms
+What pages take is bounded by the budget and comes and goes, and so do the buffers that they are read into; both are
+taken off. The rest may grow while the daemon warms
 up: the first third of a life does not count. After that a trend is allowed that adds up to `ALLOWED_BYTES` and
 `ALLOWED_SHARE` of the footprint over what is left of the life, so that a longer soak finds a smaller leak. The trend is
 the median of the slopes between pairs of samples (Theil and Sen), which a few outliers do not move.
@@ -35,7 +36,7 @@ class Sample:
     Attributes:
         at_s: on the soak's clock.
         footprint_bytes: what the process takes.
-        page_bytes: of that, memory mapped for pages: frames and packed tails.
+        page_bytes: of that, memory mapped for pages: frames, packed tails, and buffers that pages are read into.
         open_files, threads: of the process.
     """
 
@@ -51,7 +52,7 @@ class Sample:
         return cls(
             at_s=at_s,
             footprint_bytes=int(figures["footprint_bytes"]),
-            page_bytes=int(figures["frame_bytes"]) + int(figures["packed_bytes"]),
+            page_bytes=sum(int(figures[name]) for name in ("frame_bytes", "packed_bytes", "read_buffer_bytes")),
             open_files=int(figures["open_files"]),
             threads=int(figures["threads"]),
         )

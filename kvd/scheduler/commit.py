@@ -192,7 +192,7 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
     while True:
         yield from until_written(core, [branch.space], never)
         if not core.pages_durable(branch.space):
-            return Committed(_why_not_written(core))
+            return Committed(_why_not_written(core, branch))
         if not _tails_at_hand(core, branch):
             return Committed("the end of its KV is on disk only and must be read before it can be written anew")
         record = _record(core, agent, branch, kind)
@@ -206,8 +206,8 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         tried.add(type(error))
 
 
-def _why_not_written(core: EngineCore) -> str:
-    if core.pager.writes_held:
+def _why_not_written(core: EngineCore, branch: Branch) -> str:
+    if core.pager.is_held(branch.space):
         return f"writes are limited to {core.governor.limit_bytes} bytes a minute: saved once its pages are written"
     return f"page write failed: {core.memory.statistics.last_write_failure}"
 

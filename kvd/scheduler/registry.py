@@ -9,9 +9,9 @@ from kvd.errors import AgentNotFound, InternalError
 from kvd.ids import AgentId, Namespace
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.requests import AgentRef
+from kvd.scheduler.sleepers import Sleepers
 from kvd.store.errors import LogUnreadable
 from kvd.store.layout import log_name
-from kvd.store.sleeping import SleepingAgent
 
 
 class AgentRegistry:
@@ -38,7 +38,7 @@ class AgentRegistry:
         self._agents: dict[AgentRef, Agent] = {}
         self._tick = 0
         self.unreadable: frozenset[str] = frozenset()
-        self.asleep: dict[AgentRef, SleepingAgent] = {}
+        self.asleep = Sleepers()
         self.waking: set[AgentRef] = set()
         self.in_use: set[Namespace] = set()
 

@@ -24,7 +24,6 @@ Owner: the engine thread. May import kvd.ids, kvd.vm and siblings.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -85,10 +84,10 @@ def _given_up(core: EngineCore, pages: frozenset[PageId], result: SwapResult) ->
         core.stats.pages_given_up += result.value
     if result.error is None:
         core.memory.apply(FilesGone(tuple(pages)))  # one that was read just before is in RAM, and stays ordinary
-        for ref, agent in core.agents.asleep.items():
-            if not pages.isdisjoint(agent.page_ids):
-                left = tuple(page for page in agent.page_ids if page not in pages)
-                core.agents.asleep[ref] = replace(agent, page_ids=left)
+        asleep = core.agents.asleep
+        for ref in {ref for page in pages for ref in asleep.who_maps(page)}:
+            left = tuple(page for page in asleep[ref].page_ids if page not in pages)
+            asleep[ref] = replace(asleep[ref], page_ids=left)
         for awake in core.agents:
             if awake.counted_on:  # the quota may have refused it, and there is room now
                 awake.compaction_due = True
@@ -137,16 +136,16 @@ class _Waits:
     """
 
     def __init__(self, core: EngineCore) -> None:
-        self._left: Counter[PageId] = Counter()
-        for each in core.pager.spaces:
-            self._left.update({page.ref.page_id for part in core.pager.segments(each.space) for page in part.pages})
-        for sleeper in core.agents.asleep.values():
-            self._left.update(sleeper.page_ids)
+        self._core = core
+        self._left: dict[PageId, int] = {}  # of pages that somebody was passed over for
 
     def pass_over(self, page_id: PageId) -> bool:
         """Somebody who maps it has been passed over; whether that was the last."""
-        self._left[page_id] -= 1
-        return not self._left[page_id]
+        left = self._left.get(page_id)
+        if left is None:
+            left = self._core.pager.mapped_by(page_id) + len(self._core.agents.asleep.who_maps(page_id))
+        self._left[page_id] = left - 1
+        return left == 1
 
 
 def _sleepers_page_bytes(core: EngineCore, agent: SleepingAgent) -> int:

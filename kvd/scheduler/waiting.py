@@ -272,7 +272,8 @@ def _room_news(core: EngineCore) -> tuple[int, int, int]:
 def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Waiting:
     """Wait until all sealed pages of spaces are in swap, a write of one of them fails, or `stop` says so.
 
-    A write limit that holds pages back ends it, too: nobody waits for minutes to go by.
+    A write limit that holds back one of them ends it, too: nobody waits for minutes to go by. Others' pages that are
+    held back are their affair: these may be on their way.
 
     While another agent's page cannot be written no write starts, so these pages ask for the next try (P33): what
     becomes of them depends on them alone.
@@ -285,7 +286,7 @@ def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Wa
         if core.pager.writes_fail:
             for space in spaces:
                 core.memory.apply(RetryWanted(space))
-        if not dirty or core.pager.writes_held:
+        if not dirty or any(core.pager.is_held(space) for space in spaces):
             return
         seen = core.memory.statistics.write_failures
         yield partial(_write_news, core, spaces, stop, seen)
@@ -293,7 +294,9 @@ def until_written(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop) -> Wa
 
 def _write_news(core: EngineCore, spaces: Sequence[SpaceId], stop: Stop, seen_failures: int) -> bool:
     """Whether a wait for writes must look again."""
-    if stop() is not None or core.pager.writes_held or core.memory.statistics.write_failures != seen_failures:
+    if stop() is not None or core.memory.statistics.write_failures != seen_failures:
+        return True
+    if any(core.pager.is_held(space) for space in spaces):
         return True
     return all(core.pages_durable(space) for space in spaces)
 

@@ -1,7 +1,8 @@
 """Exported agents' files, read and written step by step.
 
 Theory of operation. A writer is a temporary file beside the target until it is whole, and a note in the data folder
-says where that file is, so that the next start removes what a killed daemon left. A reader goes through the file once
+says where that file is, so that the next start removes what a killed daemon left. The last step gives it its name, and
+takes that from nobody unless told to. A reader goes through the file once
 for the checksum and keeps a digest of every part; a part that is read later and has another one is refused, so that a
 file which changes under the reader cannot slip in what was never verified.
 
@@ -11,6 +12,7 @@ May import the siblings agent_file, errors, fs and page_file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -25,6 +27,10 @@ from kvd.store.page_file import CHECKSUM_BYTES
 
 VERIFIED_AT_ONCE_BYTES: Final = 4 << 20
 """About how much one step of the checksum reads: a few milliseconds during which nobody else gets the disk."""
+
+
+_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What a file system without hard links says (exFAT, some of the network's)."""
 
 
 class AgentFileReader:
@@ -148,7 +154,7 @@ class AgentFileWriter:
         if found is not None and (found.is_folder or found.is_special):
             raise FilePathRefused(path=str(self.path), reason="it is a folder, pipe, socket or device")
         if found is not None and not self._force:
-            raise FilePathRefused(path=str(self.path), reason="there is a file already; force replaces it", exists=True)
+            raise self._taken()
 
     def append(self, fs: FileSystem, data: bytes | memoryview) -> None:
         """Write the next piece; OSError when the disk refuses."""
@@ -174,10 +180,36 @@ class AgentFileWriter:
         fs.close(self._handle)
         self._handle = None
         self._check(fs)
-        fs.rename(self._temp, self.path)
+        if self._force:
+            fs.rename(self._temp, self.path)
+        else:
+            self._put_new(fs, self._temp)
         fs.fsync_dir(self.path.parent)
         self._forget(fs)
         return self._written
+
+    def _put_new(self, fs: FileSystem, temp: Path) -> None:
+        """Give the file its name if nobody has it: of several who try at once, whoever they are, one gets it."""
+        try:
+            try:
+                fs.link(temp, self.path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                # a file system without second names: an empty file takes the name first. A crash just here leaves it.
+                fs.close(fs.create(self.path))
+                try:
+                    fs.rename(temp, self.path)
+                except OSError:
+                    fs.unlink(self.path)
+                    raise
+                return
+        except FileExistsError as error:
+            raise self._taken() from error
+        fs.unlink(temp)
+
+    def _taken(self) -> FilePathRefused:
+        return FilePathRefused(path=str(self.path), reason="there is a file already; force replaces it", exists=True)
 
     def abandon(self, fs: FileSystem) -> None:
         """Remove what was written, as far as the disk allows; the next start removes the rest."""

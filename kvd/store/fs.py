@@ -92,6 +92,9 @@ class FileSystem(Protocol):
     def rename(self, source: Path, target: Path) -> None:
         """Give a file another name, replacing whatever had it."""
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file one more name in the same file system; FileExistsError when that is taken."""
+
     def unlink(self, path: Path) -> None:
         """Remove a file's name."""
 
@@ -168,6 +171,10 @@ class RealFileSystem:
     def rename(self, source: Path, target: Path) -> None:
         """See `FileSystem.rename`."""
         os.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """See `FileSystem.link`."""
+        os.link(source, target, follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
         """See `FileSystem.unlink`."""

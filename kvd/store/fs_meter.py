@@ -63,6 +63,10 @@ class MeteredFileSystem:
         """See `FileSystem.rename`."""
         self._inner.rename(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """See `FileSystem.link`."""
+        self._inner.link(source, target)
+
     def unlink(self, path: Path) -> None:
         """See `FileSystem.unlink`."""
         self._inner.unlink(path)

@@ -91,12 +91,21 @@ class Store(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
     op: SwapOp
+    number: int
+    """Reads are numbered as they come."""
     after: int
     """Number of the last ordered operation it depends on."""
 
     @property
     def is_for_readers(self) -> bool:
         return isinstance(self.op, ReadPageOp)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    op: SwapOp
+    reads_before: int
+    """How many reads had come before it."""
 
 
 class SwapThread:
@@ -116,11 +125,12 @@ class SwapThread:
         self._changed = threading.Lock()
         self._for_swap = threading.Condition(self._changed)  # there is something for the swap thread
         self._for_readers = threading.Condition(self._changed)  # there are pages to read
-        self._ordered: deque[SwapOp] = deque()
+        self._ordered: deque[_Change] = deque()
         self._reads: deque[_Read] = deque()  # waiting; those of pages go to the readers
         self._left: deque[_Read] = deque()  # page reads that a reader could not settle
         self._looks: CheckPagesOp | None = None  # at page files, still to be made
         self._open_reads: dict[Subject, list[_Read]] = {}  # all that have no answer yet
+        self._reads_submitted = 0
         self._submitted = 0  # ordered operations ever submitted; the first has number 1
         self._finished = 0  # ordered operations done
         self._last_change: dict[Subject, int] = {}
@@ -152,7 +162,8 @@ class SwapThread:
             if isinstance(op, CheckPagesOp):
                 self._look_at(op)
             elif isinstance(op, ReadPageOp | ReadTailOp | FileStepOp):
-                read = _Read(op, self._last_change.get(_subject(op), 0))
+                self._reads_submitted += 1
+                read = _Read(op, self._reads_submitted, self._last_change.get(_subject(op), 0))
                 self._reads.append(read)
                 self._open_reads.setdefault(_subject(op), []).append(read)
                 if read.is_for_readers:
@@ -160,7 +171,7 @@ class SwapThread:
                     return
             else:
                 self._submitted += 1
-                self._ordered.append(op)
+                self._ordered.append(_Change(op, self._reads_submitted))
                 self._queued_bytes += _held_bytes(op)
                 self._last_change[_subject(op)] = self._submitted
             self._for_swap.notify()
@@ -232,7 +243,7 @@ class SwapThread:
         """Take nothing more, let no `flush` wait for ever, and say so: whoever waits for an answer must not hang."""
         with self._changed:
             self._closing = self._broken = True
-            left, self._ordered = list(self._ordered), deque()
+            left, self._ordered = [change.op for change in self._ordered], deque()
             self._reads.clear()
             self._left.clear()
             self._queued_bytes = 0
@@ -279,7 +290,7 @@ class SwapThread:
             self._close_read(read)  # nothing overtakes it any more: this thread carries out one thing at a time
             return read.op
         if self._ordered and not self._is_read_before(self._ordered[0]):
-            return self._ordered.popleft()
+            return self._ordered.popleft().op
         return None
 
     def _next_read(self, *, for_readers: bool) -> _Read | None:
@@ -289,11 +300,17 @@ class SwapThread:
                 return read
         return None
 
-    def _is_read_before(self, op: SwapOp) -> bool:
-        """Whether a read that was submitted before the next change, of the same page or log, has no answer yet."""
-        if isinstance(op, FlushOp):
-            return any(read.after <= self._finished for reads in self._open_reads.values() for read in reads)
-        return any(read.after <= self._finished for read in self._open_reads.get(_subject(op), ()))
+    def _is_read_before(self, change: _Change) -> bool:
+        """Whether a read that was submitted before the next change, of the same page or log, has no answer yet.
+
+        A flush waits for all reads that were there when it came; those that come while it waits are not its own, or it
+        might wait as long as somebody reads.
+        """
+        if isinstance(change.op, FlushOp):
+            open_reads = (read for reads in self._open_reads.values() for read in reads)
+        else:
+            open_reads = iter(self._open_reads.get(_subject(change.op), ()))
+        return any(read.number <= change.reads_before for read in open_reads)
 
     def _finish(self, op: SwapOp) -> None:
         self._finished += 1

@@ -217,6 +217,10 @@ class Pager:
         """True while dirty pages wait for a write limit, and for nothing else."""
         return self._transfers.writes_held
 
+    def is_held(self, space: SpaceId) -> bool:
+        """True while a dirty page of the space waits for a write limit."""
+        return self._transfers.holds_any(self._space(space).mapped())
+
     @property
     def held_write_bytes(self) -> int:
         """Bytes of dirty pages that wait for a write limit."""
@@ -263,6 +267,11 @@ class Pager:
         """Where a page's bytes are; None when no space maps it."""
         found = self._table.find(page)
         return None if found is None else found.state
+
+    def mapped_by(self, page: PageId) -> int:
+        """How many spaces map a page."""
+        found = self._table.find(page)
+        return 0 if found is None else len(found.users)
 
     def segments(self, space: SpaceId) -> tuple[SegmentView, ...]:
         """Page ids, keys, states and tails, in order of group."""

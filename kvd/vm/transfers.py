@@ -104,6 +104,10 @@ class Transfers:
         spent = self.allowance_bytes is not None and self.allowance_bytes <= 0
         return spent and bool(self._urgent or self._behind)
 
+    def holds_any(self, pages: Iterable[Page]) -> bool:
+        """Whether one of these pages is dirty and waits for a write limit; one whose write has begun does not."""
+        return self.writes_held and any(page.state is PageState.SEALED_DIRTY for page in pages)
+
     @property
     def held_write_bytes(self) -> int:
         """Bytes of the dirty pages that do."""

@@ -31,6 +31,12 @@ def test_noise_pages_and_a_warm_up_are_no_leak() -> None:
     assert abs(growth.bytes_grown) < 2 * MB
 
 
+def test_buffers_that_pages_are_read_into_are_no_leak() -> None:
+    """They are kept for the next reads, up to a bound of their own: they come late in a soak, and are taken off."""
+    figures = {"footprint_bytes": 500, "frame_bytes": 200, "packed_bytes": 30, "read_buffer_bytes": 60}
+    assert Sample.of({**figures, "open_files": 1, "threads": 1}, 0.0).own_bytes == 500 - 200 - 30 - 60
+
+
 def test_a_planted_leak_is_named_with_its_rate() -> None:
     """P23: 400 kB a second over 200 seconds."""
     growth = growth_of(life(seconds=300, leak_bytes_s=400_000))

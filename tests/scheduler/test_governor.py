@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from kvd.scheduler.governor import BURST_S, WriteGovernor
 from kvd.scheduler.views import statistics
+from kvd.scheduler.waiting import never, until_written
+from kvd.vm.events import RetryWanted, WritesAllowed
 from tests.scheduler.harness import World
 from tests.scheduler.test_turn import text_of
 
@@ -99,3 +101,30 @@ def test_memory_full_of_pages_that_wait_presses_back(make_world: Callable[..., W
     world.settle()
     world.save_unsaved()
     assert world.generate("g", text_of(12)).turn.durable, "it recovers by itself when writes may go on"
+
+
+def test_pages_of_others_that_wait_make_nobody_less_durable(make_world: Callable[..., World]) -> None:
+    """P26 P2: a space whose pages are on their way waits for them; only its own that are held back end the wait."""
+    world = make_world(write_limit_bytes=1_000_000, sharing="agent")
+    core = world.core
+    core.memory.apply(WritesAllowed(0))
+    for name in "ab":
+        assert not world.generate(name, f"{name} says: {text_of(40)}").turn.durable
+    space = world.agent("b").branch.space
+    assert (core.pager.is_held(space), core.pager.is_held(world.agent("a").branch.space)) == (True, True)
+    core.memory.apply(RetryWanted(space))  # b's go first
+    while core.pager.is_held(space):
+        core.memory.apply(WritesAllowed(1))  # a page starts, and uses it up
+        if core.pager.is_held(space):
+            assert world.step_store()
+    assert core.pager.writes_held, "a's wait for the limit"
+    waiting = until_written(core, [space], never)
+    wait = next(waiting)
+    assert callable(wait)
+    assert not wait()
+    assert world.step_store()
+    assert wait()
+    assert list(waiting) == []
+    assert core.pages_durable(space)
+    assert world.job("save", "b").facts["durable"]
+    assert not world.job("save", "a").facts["durable"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from pathlib import Path
@@ -179,3 +180,33 @@ def test_a_file_is_replaced_only_when_asked(world: World) -> None:
     assert world.fs.live_files()[FILE] == before
     assert export(world, force=True).facts["tokens"] == len(world.agent("a").branch.tokens)
     assert world.fs.live_files()[FILE] != before
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_two_who_want_a_name_one_gets_it(world: World, has_links: bool) -> None:
+    """P8: a file that appears in the last moment is never replaced, on file systems without second names, too."""
+    with_agent(world)
+    make_out(world)
+    link = world.fs.link
+    rivals = [b"theirs"]
+
+    def late(source: Path, target: Path) -> None:
+        if rivals:
+            world.fs.poke(target, rivals.pop())
+        if not has_links:
+            raise PermissionError(errno.EPERM, "no hard links here", str(target))
+        link(source, target)
+
+    world.fs.link = late  # type: ignore[method-assign]
+    error = export(world).error
+    assert isinstance(error, FilePathRefused)
+    assert error.data["exists"] is True
+    while world.step_store():
+        pass
+    assert {path: data for path, data in world.fs.live_files().items() if path.parent == FILE.parent} == {
+        FILE: b"theirs"
+    }
+    world.fs.unlink(FILE)
+    assert export(world).error is None
+    assert [path for path in world.fs.live_files() if path.parent == FILE.parent] == [FILE]
+    assert bring(world, "b").facts["tokens"] == len(world.agent("a").branch.tokens)

@@ -254,3 +254,27 @@ def test_a_compaction_is_counted_on_once_and_goes_ahead_of_requests(make_world: 
     world.job("compact", "b")
     sweep(world.core)
     assert (agent.dropped_bytes, agent.counted_on) == (0, False)
+
+
+def test_a_shortage_looks_at_sleepers_once(make_world: Callable[..., World]) -> None:
+    """P25: who maps which page is known from the first shortage on; later ones index only what changed."""
+    world = make_world()
+    fill(world, "abcd")
+    restart_asleep(world)
+    asleep = world.core.agents.asleep
+    everything = sum(len(agent.page_ids) for agent in asleep.values())
+    assert asleep.indexed_pages == 0, "a start does not pay for it"
+    refuse(world, over_bytes=1)
+    world.tick()
+    assert asleep.indexed_pages == everything > 0
+    world.settle()
+    after_one = asleep.indexed_pages
+    assert after_one < 2 * everything
+    for _ in range(3):
+        refuse(world, over_bytes=1 << 30)  # nobody has so much: all is looked at
+        world.tick()
+    assert asleep.indexed_pages == after_one
+    assert world.drive(wake(world.core, [ref_of("d")], never), Outcome()).error is None
+    assert asleep.indexed_pages == after_one
+    for page in {page for agent in asleep.values() for page in agent.page_ids}:
+        assert set(asleep.who_maps(page)) == {ref for ref, agent in asleep.items() if page in agent.page_ids}

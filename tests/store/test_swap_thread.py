@@ -476,3 +476,32 @@ def test_reads_that_wait_for_one_change_all_come(desk: Desk) -> None:
     desk.fs.open.set()
     desk.until(1 + 3 * READERS)
     assert all(result.error is None for result in desk.done())
+
+
+def test_a_flush_waits_for_no_read_that_came_later(desk: Desk) -> None:
+    """Or it might wait as long as somebody reads: only the reads that were open when it came are its own."""
+    early, late = page_op("a"), page_op("b")
+    for write in (early, late):
+        desk.thread.submit(write)
+    desk.done()
+    may_end, reading, flushed = threading.Event(), threading.Event(), threading.Event()
+    read_into = desk.fs.read_into
+
+    def held(path: Path, buffer: memoryview, *, drop_cache: bool = False) -> int:
+        if late.header.page_id in path.name:
+            reading.set()
+            assert may_end.wait(20)
+        return read_into(path, buffer, drop_cache=drop_cache)
+
+    desk.fs.read_into = held  # type: ignore[method-assign]
+    desk.hold_reads(read_op(early), running=1)
+    desk.thread.submit(FlushOp(flushed))
+    desk.thread.submit(read_op(late))
+    assert reading.wait(20)
+    assert not flushed.is_set(), "the first read was there before it"
+    desk.fs.reads_open.set()
+    try:
+        assert flushed.wait(20)
+    finally:
+        may_end.set()
+    assert all(result.error is None for result in desk.done())

@@ -269,6 +269,20 @@ class LossyFileSystem:
             new.pending.append([(target.name, node)])
         self._die_if_dead()
 
+    def link(self, source: Path, target: Path) -> None:
+        """See `FileSystem.link`."""
+        self._step("link", target)
+        self._die_if_dead_sometimes()
+        old, new = self._folder(source.parent), self._folder(target.parent)
+        if source.name not in old.live:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(source))
+        if target.name in new.live:
+            raise FileExistsError(errno.EEXIST, "the name is taken", str(target))
+        node = old.live[source.name]
+        new.live[target.name] = node
+        new.pending.append([(target.name, node)])
+        self._die_if_dead()
+
     def unlink(self, path: Path) -> None:
         """See `FileSystem.unlink`."""
         self._step("unlink", path)

@@ -221,6 +221,26 @@ def test_room_comes_from_behind_the_window_before_others_lose_theirs() -> None:
     assert desk.pager.statistics().window_drops >= 6
 
 
+def test_pages_that_a_write_limit_holds_back_are_no_room() -> None:
+    """P21 P26: what goes once it is written, and is not allowed to be, does not count: clean pages of others go."""
+    desk = make_desk(24)
+    desk.create(A, B)
+    desk.turn(B, 8)
+    resident = desk.pager.residency(B).resident_pages
+    desk.send(ev.WritesAllowed(0))
+    desk.send(ev.Activated(A))
+    steps = 0
+    while desk.pager.residency(B).resident_pages == resident:
+        desk.send(ev.GrowthWanted(A, 4))
+        assert desk.pager.is_ready(A), "it waits for pages that may not be written"
+        desk.append(A, 4)
+        steps += 1
+    assert steps > WINDOW // 4 + 1, "there were pages behind the window by then"
+    assert desk.pager.statistics().behind_window_bytes > 0
+    assert desk.pager.statistics().window_drops == 0
+    assert desk.writes == []
+
+
 def test_windows_are_checked() -> None:
     """One for each group, and none that sees nothing."""
     for windows in ((None,), (None, 0), (None, 1, 2)):
