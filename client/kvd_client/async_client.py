@@ -60,7 +60,9 @@ class AsyncGenerateStream:
             while not self._done:
                 progress = await self._start()
                 assert self._transport is not None
-                message = await self._transport.next_message(self._id, self._client.timeout_s)
+                message = self._transport.take(self._id) or await self._transport.next_message(
+                    self._id, self._client.timeout_s
+                )
                 if isinstance(message, StreamReceived):
                     yield progress.event(message.event)
                 else:
@@ -352,6 +354,8 @@ class AsyncClient:
         Raises:
             DaemonUnreachable: nobody answers.
         """
+        if self._transport is not None and self._transport.is_usable:
+            return self._transport
         async with self._connecting:
             if self._transport is None or not self._transport.is_usable:
                 self._transport = await connect(self.socket, self.timeout_s)

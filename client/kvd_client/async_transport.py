@@ -14,6 +14,8 @@ from kvd_client.paths import start_command
 from kvd_client.transport import Failure, Message, check_owner, encode_request
 from kvd_client.wire import Connection, ErrorNotified, ProtocolError, ResponseReceived, StreamReceived
 
+_OF_CALLS = (StreamReceived, ResponseReceived)
+
 
 class _Inbox:
     """Messages of one call that nobody has taken, and whoever waits for the next. Owner: the transport.
@@ -30,7 +32,8 @@ class _Inbox:
     def put(self, message: Message) -> None:
         """Add the next message."""
         self.messages.append(message)
-        self.wake()
+        if self._waiter is not None:
+            self.wake()
 
     def wake(self) -> None:
         """Let whoever waits look again."""
@@ -81,8 +84,12 @@ class AsyncTransport(asyncio.Protocol):
         """Hand out what the bytes say."""
         try:
             self._wire.feed(data)
+            for text in self._wire.text_events():
+                inbox = self._inboxes.get(text.request_id)
+                if inbox is not None:
+                    inbox.put(text)
             while (event := self._wire.next_event()) is not None:
-                if isinstance(event, StreamReceived | ResponseReceived):
+                if isinstance(event, _OF_CALLS):
                     inbox = self._inboxes.get(event.request_id)
                     if inbox is not None:
                         inbox.put(event)
@@ -129,6 +136,11 @@ class AsyncTransport(asyncio.Protocol):
     def forget(self, request_id: int) -> None:
         """Nobody waits for the call any more: its messages are dropped when they come."""
         self._inboxes.pop(request_id, None)
+
+    def take(self, request_id: int) -> Message | None:
+        """The call's next message if it is there."""
+        inbox = self._inboxes.get(request_id)
+        return inbox.messages.popleft() if inbox is not None and inbox.messages else None
 
     async def next_message(self, request_id: int, timeout_s: float | None) -> Message:
         """The call's next stream event or its response, waiting for it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, TypeVar
 
 from kvd_client.errors import RemoteError, local_error
@@ -210,6 +211,13 @@ class Health:
     server: Mapping[str, Any] = field(default_factory=dict)
 
 
+@cache
+def _known(cls: type) -> tuple[tuple[str, tuple[type, ...], str], ...]:
+    """Fields that a result class may take from the wire: name, allowed types, and these in words."""
+    typed = [(each.name, str(each.type)) for each in fields(cls) if each.name != "server"]
+    return tuple((name, _KINDS.get(words.split("[")[0].split(" ")[0], ()), words) for name, words in typed)
+
+
 def build(cls: type[T], result: object, **local: object) -> T:
     """Make a result class from a method's result; `local` are fields this end knows better.
 
@@ -222,16 +230,15 @@ def build(cls: type[T], result: object, **local: object) -> T:
         result = {}
     values: dict[str, object] = dict(local)
     rest = dict(result)
-    for known in fields(cls):  # type: ignore[arg-type]  # every class of this module is a dataclass
-        if known.name == "server" or known.name in local or known.name not in rest:
+    for name, kinds, words in _known(cls):
+        if name in local or name not in rest:
             continue
-        value = rest.pop(known.name)
+        value = rest.pop(name)
         if value is None:  # "no reason", "no figure": the default says so
             continue
-        kinds = _KINDS[str(known.type).split("[")[0].split(" ")[0]]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise local_error("protocol", f"the daemon's {known.name} is {value!r:.80}, not {known.type}")
-        values[known.name] = value
+            raise local_error("protocol", f"the daemon's {name} is {value!r:.80}, not {words}")
+        values[name] = value
     for name in local:
         rest.pop(name, None)
     make: Any = cls

@@ -222,6 +222,10 @@ class Transport:
             return
         try:
             self._wire.feed(data)
+            for text in self._wire.text_events():
+                inbox = self._inboxes.get(text.request_id)
+                if inbox is not None:
+                    inbox.append(text)
             while (event := self._wire.next_event()) is not None:
                 if isinstance(event, StreamReceived | ResponseReceived):
                     inbox = self._inboxes.get(event.request_id)

@@ -50,6 +50,9 @@ async def _serve_bare(path: str) -> None:
 class EmitsEvents:
     """A `kvd.front.api.Service` whose `generate` streams `max_tokens` events at once."""
 
+    def at_once(self, method: str) -> None:
+        """See `Service.at_once`: nothing is."""
+
     async def call(self, method: str, params: Mapping[str, object], context: Any) -> object:  # noqa: ANN401
         """See `Service.call`."""
         events = params.get("max_tokens", 0)

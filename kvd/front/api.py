@@ -61,6 +61,13 @@ class CallContext(Protocol):
 class Service(Protocol):
     """The daemon as the server sees it."""
 
+    def at_once(self, method: str) -> Callable[[Mapping[str, object]], object] | None:
+        """What answers the method, given its parameters, without waiting for anything; None: `call` does.
+
+        Such an answer takes no task and no further turn of the loop: that is most of what a small call costs. It
+        raises as `call` does.
+        """
+
     async def call(self, method: str, params: Mapping[str, object], context: CallContext) -> object:
         """Carry out one method and return its msgpack-able result.
 

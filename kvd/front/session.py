@@ -1,5 +1,7 @@
 """One connection: reads requests, runs a task for each, writes what they emit, and ends them when the peer goes.
 
+What the service can answer at once is answered where it is read.
+
 Theory of operation. Everything here runs on the event loop's thread. Reading never waits for writing, so that a
 cancellation always gets through. Writing goes straight to the transport until asyncio says that the kernel's buffer is
 full (`pause_writing`); from then on messages wait in the outbox, which is bounded. A peer that exceeds the bound is
@@ -146,6 +148,7 @@ class Session(asyncio.Protocol):
         self._paused = False
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0
+        self._is_reading = False
         self._is_ending = False
         self._unfinished_bytes = 0
         self._held_bytes = 0
@@ -173,6 +176,7 @@ class Session(asyncio.Protocol):
         if self._is_ending:
             return
         self._wire.feed(data)
+        self._is_reading = True
         try:
             buffered_bytes = self._wire.buffered_bytes
             while (event := self._wire.next_event()) is not None:
@@ -181,6 +185,9 @@ class Session(asyncio.Protocol):
         except ProtocolError as error:
             self._violated(error)
             return
+        finally:
+            self._is_reading = False
+            self._flush()
         self._hold(self._wire.buffered_bytes - self._unfinished_bytes)
         self._unfinished_bytes = self._wire.buffered_bytes
         if self._unfinished_bytes and self._holds_too_much(0):
@@ -254,10 +261,29 @@ class Session(asyncio.Protocol):
             self._respond(request.request_id, to_error_object(self._held_error()))
         else:
             self._host.count("calls")
+            at_once = self._host.service.at_once(request.method)
+            if at_once is not None:
+                self._answer_at_once(request, at_once)
+                return
             self._hold(request_bytes)
             call = Call(self, request, request_bytes)
             self.calls[request.request_id] = call
             call.task = asyncio.get_running_loop().create_task(self._serve(call))
+
+    def _answer_at_once(self, request: RequestReceived, handler: Callable[[Mapping[str, object]], object]) -> None:
+        try:
+            answer = handler(request.params)
+        except KvdError as error:
+            answer = to_error_object(error)
+        except Exception:
+            answer = self._bug(request.method)
+        self._respond(request.request_id, answer)
+
+    def _bug(self, method: str) -> ErrorObject:
+        """What the caller gets of the exception that is being handled."""
+        self._host.count("internal_errors")
+        self.log.error("call_failed", method=method, connection=self.peer.connection, exc_info=True)
+        return ErrorObject.of("internal", f"the daemon failed in `{method}`; its log has the details")
 
     async def _serve(self, call: Call) -> None:
         """Run one call to its answer; never raises."""
@@ -271,9 +297,7 @@ class Session(asyncio.Protocol):
         except asyncio.CancelledError:
             answer = to_error_object(Cancelled("the daemon is going down"))
         except Exception:
-            self._host.count("internal_errors")
-            self.log.error("call_failed", method=method, connection=self.peer.connection, exc_info=True)
-            answer = ErrorObject.of("internal", f"the daemon failed in `{method}`; its log has the details")
+            answer = self._bug(method)
         call.is_done = True
         self._hold(-call.request_bytes)
         del self.calls[call.request.request_id]
@@ -354,7 +378,7 @@ class Session(asyncio.Protocol):
             self._check_reader()
             return
         # messages of one turn of the loop go out together: a call of the system costs more than making a message
-        if not self._unwritten:
+        if not self._unwritten and not self._is_reading:  # what is said while reading goes out at the end of that
             asyncio.get_running_loop().call_soon(self._flush)
         self._unwritten.append(data)
         self._unwritten_bytes += len(data)

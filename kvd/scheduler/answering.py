@@ -173,3 +173,19 @@ def post(
     """Carry a reply from the engine thread to the loop; a loop that is gone (forced exit) has no one to tell."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle, result, error)
+
+
+def emitter(
+    take: Callable[[Mapping[str, object]], None], *, all_events: bool = True, agent: str | None = None
+) -> Callable[[Mapping[str, object]], None]:
+    """What the engine calls with a turn's events, which `take` gets on the loop; `agent`: each says whose it is."""
+    loop = asyncio.get_running_loop()
+    whose = {} if agent is None else {"agent": agent}
+
+    def emit(event: Mapping[str, object]) -> None:
+        # a client that wants no stream still gets the one event its clock needs
+        if all_events or event["type"] == "first_token":
+            # asyncio is not thread safe: events cross from the engine thread through the loop's own door
+            loop.call_soon_threadsafe(take, {**event, **whose})
+
+    return emit

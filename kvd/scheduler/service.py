@@ -26,8 +26,8 @@ from kvd.model.recall import HeldText, needs_tokens
 from kvd.model.template import ChatTemplate
 from kvd.model.tokenizer import TextCodec
 from kvd.scheduler import views
-from kvd.scheduler.answering import post
-from kvd.scheduler.chat import AnswerStream, ChatCall, Emit, Prepared, held_texts
+from kvd.scheduler.answering import emitter, post
+from kvd.scheduler.chat import AnswerStream, ChatCall, Prepared, held_texts
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported, with_close_names
@@ -86,9 +86,9 @@ class KvdService:
         self._compiler: GrammarCompiler | None = None
         self._template: ChatTemplate | None = None
         job = self._job
+        self._at_once: dict[str, Callable[[Params], object]] = {"health": self._health}
         self._methods: dict[str, Callable[[Params, CallContext], Awaitable[object]]] = {
             "hello": self._hello,
-            "health": self._health,
             "generate": self._generate,
             "chat": self._chat,
             "inject": self._inject,
@@ -118,7 +118,7 @@ class KvdService:
     @property
     def methods(self) -> tuple[str, ...]:
         """All method names, sorted."""
-        return tuple(sorted(self._methods))
+        return tuple(sorted({*self._methods, *self._at_once}))
 
     def set_ready(self, codec: TextCodec, template: ChatTemplate | None, *, vocab_tokens: int | None = None) -> None:
         """The engine can work: let waiting calls through (on the loop).
@@ -136,6 +136,11 @@ class KvdService:
     def set_draining(self) -> None:
         """Health says so from here on."""
         self._draining = True
+
+    def at_once(self, method: str) -> Callable[[Mapping[str, object]], object] | None:
+        """What answers the method without waiting (see `kvd.front.api.Service`)."""
+        handler = self._at_once.get(method)
+        return None if handler is None else lambda params: handler(Params(method, params))
 
     async def call(self, method: str, params: Mapping[str, object], context: CallContext) -> object:
         """Carry out one method (see `kvd.front.api.Service`)."""
@@ -217,7 +222,7 @@ class KvdService:
                 append=True,
                 continues=continues,
                 max_tokens=0,
-                emit=self._emitter(context.emit, agent=ref.agent if params.has("agents") else None),
+                emit=emitter(context.emit, agent=ref.agent if params.has("agents") else None),
                 priority=priority,
                 connection=context.peer.connection,
                 peer_pid=context.peer.pid,
@@ -241,7 +246,7 @@ class KvdService:
         stream = None if prepared.reader is None else AnswerStream(prepared.reader, context.emit)
         is_streamed = params.flag("stream", default=True)
         # an answer is read whole, whether or not the client wants its events (the session drops those it does not want)
-        emit = self._emitter(stream or context.emit, all_events=is_streamed or stream is not None)
+        emit = emitter(stream or context.emit, all_events=is_streamed or stream is not None)
         max_tokens = params.integer("max_tokens", default=256, low=0, high=MAX_NEW_TOKENS)
         request = TurnRequest(
             request_id=self._engine.new_request_id(),
@@ -265,22 +270,6 @@ class KvdService:
         if isinstance(result, dict) and result["finish_reason"] == "injected":
             result["finish_reason"] = "length"  # `max_tokens` 0: computed as far as was asked for
         return stream.complete(result) if stream is not None and isinstance(result, dict) else result
-
-    @staticmethod
-    def _emitter(
-        take: Emit, *, all_events: bool = True, agent: str | None = None
-    ) -> Callable[[Mapping[str, object]], None]:
-        """What the engine calls with a turn's events, which `take` gets on the loop; `agent`: each says whose it is."""
-        loop = asyncio.get_running_loop()
-        whose = {} if agent is None else {"agent": agent}
-
-        def emit(event: Mapping[str, object]) -> None:
-            # a client that wants no stream still gets the one event its clock needs
-            if all_events or event["type"] == "first_token":
-                # asyncio is not thread safe: events cross from the engine thread through the loop's own door
-                loop.call_soon_threadsafe(take, {**event, **whose})
-
-        return emit
 
     async def _submit(self, request: TurnRequest | JobRequest, context: CallContext) -> object:
         loop = asyncio.get_running_loop()
@@ -460,7 +449,7 @@ class KvdService:
             return "loading"
         return "stalled" if self._is_stalled() else "ready"
 
-    async def _health(self, params: Params, context: CallContext) -> object:
+    def _health(self, params: Params) -> object:
         params.refuse_unknown()
         return {
             "ready": self._status == "ready",

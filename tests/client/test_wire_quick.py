@@ -22,8 +22,8 @@ messages = st.one_of(
 noise = st.binary(max_size=12)
 
 
-def _heard(pieces: list[bytes], *, quick: bool) -> tuple[list[Event], str | None, int]:
-    """Events, the fault that ended it, and the bytes that wait."""
+def _heard(pieces: list[bytes], *, quick: bool, in_bulk: bool = False) -> tuple[list[Event], str | None, int]:
+    """Events, the fault that ended it, and the bytes that wait; `in_bulk`: text events are asked for together."""
     wire = Connection()
     wire._may_be_quick = quick
     for request in range(4):
@@ -32,6 +32,8 @@ def _heard(pieces: list[bytes], *, quick: bool) -> tuple[list[Event], str | None
     try:
         for piece in pieces:
             wire.feed(piece)
+            if in_bulk:
+                events += wire.text_events()
             while (event := wire.next_event()) is not None:
                 events.append(event)
     except ProtocolError as error:
@@ -49,7 +51,25 @@ def test_both_ways_hear_the_same(sent: list[object], junk: list[bytes], data: st
     stream = b"".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    assert _heard(pieces, quick=True) == _heard(pieces, quick=False)
+    slow = _heard(pieces, quick=False)
+    assert _heard(pieces, quick=True) == slow
+    assert _heard(pieces, quick=True, in_bulk=True) == slow
+
+
+def test_more_than_is_read_at_once_is_read_the_quick_way_too() -> None:
+    """Bytes beyond the quick way's own bound are its next helping, in bulk and one by one."""
+    each = msgpack.packb([2, "stream", [1, {"type": "text", "text": "x" * 100}]])
+    piece = each * (3 * QUICK_BYTES // len(each)) + each[:7]
+    for in_bulk in (True, False):
+        wire = Connection()
+        wire._framer.next_frame = lambda: None  # type: ignore[method-assign]  # the scanner reads nothing of it
+        wire.send_request("x", {})
+        wire.feed(piece)
+        events: list[Event] = list(wire.text_events()) if in_bulk else []
+        while (event := wire.next_event()) is not None:
+            events.append(event)
+        assert len(events) == len(piece) // len(each)
+        assert wire.buffered_bytes == 7
 
 
 @pytest.mark.parametrize(

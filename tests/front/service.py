@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Semaphore, Thread
@@ -52,6 +52,9 @@ class FakeService:
         self.begun = Semaphore(0)
         self.ready = True
         self.gate = asyncio.Event()
+
+    def at_once(self, method: str) -> Callable[[Mapping[str, object]], object] | None:
+        return getattr(self, "now_" + method.replace(".", "_"), None)
 
     async def call(self, method: str, params: Mapping[str, object], context: CallContext) -> object:
         self.calls.append((method, dict(params)))
@@ -196,6 +199,11 @@ class FakeService:
         return {"stopping": True}
 
     # ---- faults and floods ----
+
+    def now_test_now(self, params: Mapping[str, Any]) -> object:
+        if "raise" in params:
+            raise RuntimeError("secret detail") if params["raise"] == "bug" else InvalidParams("not that")
+        return dict(params)
 
     async def do_test_crash(self, params: Mapping[str, Any], context: CallContext) -> object:
         raise RuntimeError("secret detail")

@@ -80,6 +80,29 @@ async def test_a_client_may_do_without_the_stream(path: Path) -> None:
 
 
 @on_loop
+async def test_what_is_answered_at_once(path: Path) -> None:
+    """An answer at once overtakes all that takes a task; its errors and bugs are answered as any call's."""
+    async with running(path) as (server, _, log), RawPeer(path) as peer:
+        peer.send(
+            [0, 1, "test.echo", [{"value": 1}]],
+            [0, 2, "test.now", [{"a": 1}]],
+            [0, 3, "test.now", [{"raise": "bug"}]],
+            [0, 4, "test.now", [{"raise": "params"}]],
+            [0, 2, "test.now", [{"again": True}]],
+        )
+        answers = [await peer.next() or [] for _ in range(5)]
+        assert [answer[1] for answer in answers] == [2, 3, 4, 2, 1]
+        assert answers[0][3] == {"a": 1}
+        assert answers[1][2]["name"] == "internal"
+        assert "secret" not in answers[1][2]["message"]
+        assert answers[2][2]["name"] == "invalid_params"
+        assert answers[3][3] == {"again": True}
+        assert log.named("call_failed")[0]["method"] == "test.now"
+        assert server.statistics().calls == 5
+        assert server.statistics().internal_errors == 1
+
+
+@on_loop
 async def test_responses_come_in_any_order(path: Path) -> None:
     """A short call overtakes a long one; ids tell them apart."""
     async with running(path), RawPeer(path) as peer:

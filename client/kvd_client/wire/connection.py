@@ -23,7 +23,7 @@ from kvd_client.wire.events import (
     StreamReceived,
 )
 from kvd_client.wire.framing import CLIENT_LIMITS, Framer, WireLimits
-from kvd_client.wire.quick import QUICK_BYTES, Quick, is_within
+from kvd_client.wire.quick import Quick, is_within
 from kvd_client.wire.sendable import check_sendable
 
 _REQUEST, _RESPONSE, _NOTIFICATION = 0, 1, 2
@@ -83,34 +83,48 @@ class Connection:
         """
         if self._broken is not None:
             raise self._broken
+        quick = self._quick = self._quick or self._new_quick()
         try:
             while True:
-                found = self._next_message()
-                if found is None:
-                    return None
-                event = self._interpret(*found)
+                if quick is None:
+                    frame = self._framer.next_frame()
+                    if frame is None:
+                        return None
+                    event = self._interpret(*_decode(frame))
+                elif (message := quick.next_message()) is not None:
+                    event = self._interpret(message, True)
+                else:
+                    self._framer.skip(quick.taken_bytes)
+                    # what was beyond its bytes has its own turn, unless one message alone is larger than that
+                    goes_on = quick.is_cut and quick.taken_bytes > 0
+                    self._quick = quick = None  # so that no traceback keeps its buffer alive
+                    if goes_on:
+                        quick = self._quick = self._new_quick()
+                    continue
                 if event is not None:
                     return event
         except ProtocolError as error:
             self._fail(error)
         return None
 
-    def _next_message(self) -> tuple[list[object], bool] | None:
-        """The next whole message, and whether all of its strings are UTF-8; read the quick way where that can be."""
-        quick = self._quick
-        if quick is None and self._may_be_quick:
-            # a message that the scanner has begun stays the scanner's: its walk is not done twice
-            data = self._framer.unread
-            if data is not None and len(data) <= QUICK_BYTES:
-                quick = self._quick = Quick(data)
-        if quick is not None:
-            message = quick.next_message()
-            if message is not None:
-                return message, True
+    def text_events(self) -> list[StreamReceived]:
+        """The text events that come next, for whoever has many to read; then go on with `next_event`."""
+        events: list[StreamReceived] = []
+        while self._broken is None:
+            quick = self._quick = self._quick or self._new_quick()
+            if quick is None:
+                break
+            events += quick.text_events(self._outgoing)
+            if not (quick.has_run_out and quick.is_cut and quick.taken_bytes):
+                break
             self._framer.skip(quick.taken_bytes)
-            self._quick = quick = None  # so that no traceback keeps its buffer alive
-        frame = self._framer.next_frame()
-        return None if frame is None else _decode(frame)
+            self._quick = None
+        return events
+
+    def _new_quick(self) -> Quick | None:
+        """A quick reader of what is buffered; None where the scanner has begun a message: its walk is not done twice."""
+        data = self._framer.unread if self._may_be_quick else None
+        return None if data is None else Quick(data)
 
     def _fail(self, error: ProtocolError) -> None:
         self._broken = error
@@ -219,7 +233,9 @@ class Connection:
         if type(text) is str and len(text) < _SMALL_BYTES // 8 and len(event) == 2:
             # nearly all events; a packer for each would cost more than packing, and one that is kept keeps its buffer
             try:
-                data: bytes = self._packer.pack([_NOTIFICATION, "stream", [request_id, dict(event)]])
+                data: bytes = self._packer.pack(
+                    [_NOTIFICATION, "stream", [request_id, event if type(event) is dict else dict(event)]]
+                )
             except (TypeError, ValueError, OverflowError):  # the usual way says what is wrong with it
                 self._packer.reset()
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvd_client.wire.codes import ErrorObject
 
@@ -37,9 +38,11 @@ class ResponseReceived:
     result: object
 
 
-@dataclass(frozen=True, slots=True)
-class StreamReceived:
-    """`[2, "stream", [id, event]]` for a request of ours that is still in flight."""
+class StreamReceived(NamedTuple):
+    """`[2, "stream", [id, event]]` for a request of ours that is still in flight.
+
+    A tuple, since there is one for each token and a frozen dataclass takes three times as long to make.
+    """
 
     request_id: int
     event: Mapping[str, object]

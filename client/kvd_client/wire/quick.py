@@ -11,10 +11,12 @@ again and says exactly what is wrong with them, or that nothing is.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, Final
 
 import msgpack
 
+from kvd_client.wire.events import StreamReceived
 from kvd_client.wire.framing import WireLimits
 
 QUICK_BYTES: Final = 1 << 16
@@ -37,14 +39,19 @@ class Quick:
     """A reader of the bytes that were buffered when it was made. Owner: one `Connection`.
 
     Args:
-        data: whole messages, the last one perhaps cut off; at most `QUICK_BYTES`.
+        data: whole messages, the last one perhaps cut off; only the first `QUICK_BYTES` are read.
 
     Attributes:
+        has_run_out: nothing more can be decoded: the bytes end, or what comes next is unusual.
+        is_cut: there were more bytes than that.
         taken_bytes: of the messages that were returned.
     """
 
     def __init__(self, data: bytes | bytearray) -> None:
         self.taken_bytes = 0
+        self.is_cut = len(data) > QUICK_BYTES
+        if self.is_cut:
+            data = data[:QUICK_BYTES]
         self._unpacker = msgpack.Unpacker(
             raw=False,
             strict_map_key=True,
@@ -58,16 +65,56 @@ class Quick:
             max_ext_len=0,
         )
         self._unpacker.feed(data)
+        self._left: list[Any] = []  # the one message that `text_events` decoded and left to `next_message`
+        self.has_run_out = False
+        self._unpack, self._tell = self._unpacker.unpack, self._unpacker.tell
+
+    def text_events(self, in_flight: Set[int]) -> list[StreamReceived]:
+        """The stream events of text that come next, for these requests: read in one go, since there may be many.
+
+        What comes after them is for `next_message`.
+        """
+        events: list[StreamReceived] = []
+        unpack, tell, keep = self._unpack, self._tell, events.append
+        while not self._left and not self.has_run_out:
+            try:
+                message = unpack()
+            except (ValueError, msgpack.UnpackException, RecursionError):  # not all there, or unusual
+                self.has_run_out = True
+                break
+            if (
+                type(message) is list
+                and len(message) == 3
+                and message[0] == 2
+                and type(message[0]) is int
+                and message[1] == "stream"
+                and type(params := message[2]) is list
+                and len(params) == 2
+                and type(request_id := params[0]) is int
+                and request_id in in_flight
+                and type(event := params[1]) is dict
+                and len(event) == 2
+                and type(event.get("type")) is str
+                and type(event.get("text")) is str
+            ):
+                keep(StreamReceived(request_id, event))
+                self.taken_bytes = tell()
+            else:
+                self._left.append(message)
+        return events
 
     def next_message(self) -> list[Any] | None:
         """The next message if it is whole and usual; None: read on with the scanner, behind `taken_bytes`."""
+        if self.has_run_out:
+            return None
         try:
-            message = self._unpacker.unpack()
-        except (ValueError, msgpack.UnpackException, RecursionError):  # not all there, or unusual
+            message = self._left.pop() if self._left else self._unpack()
+        except (ValueError, msgpack.UnpackException, RecursionError):
+            self.has_run_out = True
             return None
         if type(message) is not list or not (_is_event(message) or (3 <= len(message) <= 4 and _is_usual(message))):
             return None
-        self.taken_bytes = self._unpacker.tell()
+        self.taken_bytes = self._tell()
         return message
 
 
@@ -78,6 +125,8 @@ def _is_event(message: list[Any]) -> bool:
     event = params[1]
     if type(event) is not dict or len(event) > _MAX_DEPTH or type(params[0]) is not int:
         return False
+    if len(event) == 2 and type(event.get("text")) is str and type(event.get("type")) is str:  # nearly all of them
+        return True
     return _TEXT.issuperset(map(type, event)) and _SCALARS.issuperset(map(type, event.values()))
 
 

@@ -24,6 +24,8 @@ def check_sendable(message: list[object], limits: WireLimits) -> None:
     Raises:
         EncodeError: the peer takes none that is nested so deep, has so many values, or keys that are no text.
     """
+    if _is_flat(message, limits):
+        return
     level: list[Any] = [message]
     values = 1
     for _ in range(limits.max_send_depth):
@@ -49,6 +51,20 @@ def check_sendable(message: list[object], limits: WireLimits) -> None:
     raise EncodeError(
         f"a message cannot be encoded: it is nested more than {limits.max_send_depth} deep, which the peer accepts"
     )
+
+
+def _is_flat(message: list[object], limits: WireLimits) -> bool:
+    """Whether it is a few plain values and a map of such at its end, in a list perhaps: nearly all messages are."""
+    body = message[-1]
+    if type(body) is list and len(body) == 1:
+        body = body[0]
+    if type(body) is not dict or 2 * len(body) + len(message) >= limits.max_send_values - 1:
+        return False
+    if limits.max_send_depth < 3:
+        return False
+    if not _TEXT.issuperset(map(type, body)) or not _SCALARS.issuperset(map(type, body.values())):
+        return False
+    return _SCALARS.issuperset(map(type, message[:-1]))
 
 
 __all__ = ["check_sendable"]
