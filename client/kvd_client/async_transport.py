@@ -84,10 +84,10 @@ class AsyncTransport(asyncio.Protocol):
         """Hand out what the bytes say."""
         try:
             self._wire.feed(data)
-            for text in self._wire.text_events():
-                inbox = self._inboxes.get(text.request_id)
+            for said in self._wire.text_events():
+                inbox = self._inboxes.get(said.request_id)
                 if inbox is not None:
-                    inbox.put(text)
+                    inbox.put(said)
             while (event := self._wire.next_event()) is not None:
                 if isinstance(event, _OF_CALLS):
                     inbox = self._inboxes.get(event.request_id)

@@ -222,10 +222,10 @@ class Transport:
             return
         try:
             self._wire.feed(data)
-            for text in self._wire.text_events():
-                inbox = self._inboxes.get(text.request_id)
+            for said in self._wire.text_events():
+                inbox = self._inboxes.get(said.request_id)
                 if inbox is not None:
-                    inbox.append(text)
+                    inbox.append(said)
             while (event := self._wire.next_event()) is not None:
                 if isinstance(event, StreamReceived | ResponseReceived):
                     inbox = self._inboxes.get(event.request_id)

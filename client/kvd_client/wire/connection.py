@@ -122,7 +122,7 @@ class Connection:
         return events
 
     def _new_quick(self) -> Quick | None:
-        """A quick reader of what is buffered; None where the scanner has begun a message: its walk is not done twice."""
+        """A quick reader of what is buffered; None where the scanner has begun a message already."""
         data = self._framer.unread if self._may_be_quick else None
         return None if data is None else Quick(data)
 
