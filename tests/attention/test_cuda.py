@@ -22,7 +22,10 @@ from kvd.store.fragment import Fragment
 from kvd.store.frame_pool import FramePool
 
 ON_CUDA = hasattr(mx, "cuda") and mx.cuda.is_available()
-pytestmark = pytest.mark.skipif(not ON_CUDA, reason="mlx has no CUDA device here")
+pytestmark = [
+    pytest.mark.skipif(not ON_CUDA, reason="mlx has no CUDA device here"),
+    pytest.mark.leaks("the driver opens descriptors for the whole process when it is first used"),
+]
 
 
 @pytest.fixture(autouse=True)
