@@ -32,7 +32,7 @@ from kvd_client.errors import (
     KvdClientError,
     RemoteError,
 )
-from kvd_client.events import EVENT_KINDS, DaemonEvent
+from kvd_client.events import DaemonEvent
 from kvd_client.monitor import MonitorPicture
 from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
 from kvd_client.subscription import Subscription
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kvd_client.async_subscription import AsyncSubscription
 
 __all__ = [
-    "EVENT_KINDS",
     "AgentInfo",
     "AsyncClient",
     "AsyncGenerateStream",

@@ -283,7 +283,7 @@ class AsyncClient:
         """What happens in the daemon from now on, as it happens: evictions, faults, misses with their reasons, turns.
 
         Args:
-            kinds: of these kinds alone (`kvd_client.EVENT_KINDS`); None for all.
+            kinds: of these kinds alone (`kvd_client.events.EVENT_KINDS`); None for all.
             agent: of this agent (of `namespace`, or this client's) and of the daemon as a whole alone.
             namespace: of this namespace's agents and of the daemon as a whole alone.
             since: begin after the event of this number, as far as it is remembered; 0 for all that is.

@@ -18,7 +18,7 @@ from kvd_client.cli_common import (
     with_session,
 )
 from kvd_client.cli_show import agent_line, agent_table, limit_lines, size
-from kvd_client.residency import residency_lines
+from kvd_client.residency import agent_map_lines, residency_lines
 from kvd_client.results import AgentInfo, ExportResult, Health, Limits, Statistics
 
 
@@ -220,7 +220,9 @@ def import_command(session: Session, /, file: str, agent: str | None, replace: b
 def residency(session: Session, /, agent: str | None) -> None:
     """Show which pages are in RAM, on disk or under way, of AGENT or of all agents.
 
-    One line a branch: an agent whose text turned out differently leaves its old branch behind, and may share its pages.
+    Of all agents one line a branch: an agent whose text turned out differently leaves its old branch behind, and may
+    share its pages. Of AGENT a map of each branch and each group of layers: which pages are in RAM, swapped out,
+    shared, pinned, and behind the window that its layers see.
 
     Example: kvd-client residency alice --json
     """
@@ -228,7 +230,8 @@ def residency(session: Session, /, agent: str | None) -> None:
     if session.json:
         print_json(result)
         return
-    print_lines([*residency_lines(result, columns=columns()), *_budget_line(result)])
+    lines = residency_lines if agent is None else agent_map_lines
+    print_lines([*lines(result, columns=columns()), *_budget_line(result)])
 
 
 @click.command()

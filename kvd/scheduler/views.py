@@ -15,6 +15,7 @@ from kvd.scheduler.branches import other_branch_bytes
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.requests import AgentRef
 from kvd.store.sleeping import SleepingAgent
+from kvd.vm.codes import PINNED
 from kvd.vm.page import READABLE
 from kvd.vm.window import first_seen_page
 
@@ -131,7 +132,7 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
     branches: list[dict[str, object]] = []
     for branch in agent.branches.values():
         segments: list[dict[str, object]] = []
-        for segment in core.pager.segments(branch.space):
+        for segment, codes in zip(core.pager.segments(branch.space), core.pager.page_codes(branch.space), strict=True):
             pages = [
                 {
                     "page": page.ref.page_id,
@@ -139,8 +140,9 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
                     "resident": page.state in READABLE,
                     "shared_by": page.shared_spaces,
                     "behind_window": page.behind_window,
+                    "pinned": bool(code & PINNED),
                 }
-                for page in segment.pages
+                for page, code in zip(segment.pages, codes, strict=False)  # the tail's code is the last
             ]
             tail = segment.tail
             segments.append(
@@ -150,7 +152,12 @@ def _page_map(core: EngineCore, agent: Agent) -> dict[str, object]:
                     "pages": pages,
                     "tail": None
                     if tail is None
-                    else {"tokens": tail.tokens, "state": tail.state.value, "ram_bytes": tail.ram_bytes},
+                    else {
+                        "tokens": tail.tokens,
+                        "state": tail.state.value,
+                        "ram_bytes": tail.ram_bytes,
+                        "pinned": bool(codes[-1] & PINNED),
+                    },
                 }
             )
         branches.append(

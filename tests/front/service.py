@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Event, Semaphore, Thread
 from typing import Any
@@ -51,6 +52,7 @@ class FakeService:
         self.has_begun = Event()
         self.begun = Semaphore(0)
         self.ready = True
+        self.poured = 0
         self.gate = asyncio.Event()
 
     def at_once(self, method: str) -> Callable[[Mapping[str, object]], object] | None:
@@ -176,6 +178,31 @@ class FakeService:
             "tokens_reused": 3,
             "bytes_written": 1,
         }
+
+    async def do_monitor(self, params: Mapping[str, Any], context: CallContext) -> object:
+        return {"version": 8, "full": "since" not in params, "agents": [], "figures": {"asked": dict(params)}}
+
+    async def do_events_subscribe(self, params: Mapping[str, Any], context: CallContext) -> object:
+        """Three events, numbered from 11 on, then as `since` says nothing more until the daemon stops."""
+        context.emit({"type": "subscribed", "seq": 13, "time_s": 1.0, "first_seq": 11})
+        for seq in range(max(11, params.get("since", 0) + 1), 14):
+            facts = {"pages": seq, "bytes": 10, "reason": "room"}
+            context.emit({"type": "eviction", "seq": seq, "time_s": 1.5, "agent": "a", "namespace": "n", **facts})
+        if "stopping" in params.get("kinds", ()):
+            return {"reason": "stopping"}
+        return await self.until_cancelled("subscriber", context, emit=False)
+
+    async def do_test_pour(self, params: Mapping[str, Any], context: CallContext) -> object:
+        """Events without an end, each when the peer has read the one before."""
+        for number in count():
+            if context.cancelled:
+                self.was_cancelled.set()
+                raise Cancelled("cancelled")
+            context.emit({"type": "x", "number": number, "text": "x" * params["bytes"]})
+            self.poured = number + 1
+            await asyncio.sleep(0)
+            await context.until_read()
+        raise AssertionError
 
     async def do_configure(self, params: Mapping[str, Any], context: CallContext) -> object:
         limits = {"budget_bytes": 4_000_000_000, "largest_budget_bytes": None, "namespace_quotas": {"work": 5}}

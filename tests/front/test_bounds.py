@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,36 @@ async def test_unfinished_messages_are_bounded_together(path: Path) -> None:
         await until(lambda: server.statistics().connections == 3)
         assert server.held_bytes == 3 * len(half)
     assert server.held_bytes == 0
+
+
+@on_loop
+async def test_a_call_that_waits_for_its_reader_piles_up_nothing(path: Path) -> None:
+    """P34: a peer that stops reading is no `slow_reader` to such a call; when it reads again, it gets the rest."""
+    async with running(path) as (server, service, _), RawPeer(path) as peer:
+        peer.send([0, 1, "test.pour", [{"bytes": 10_000}]])
+        await until(lambda: service.poured > 10)
+        poured = -1
+        while poured != service.poured:  # until the kernel's and asyncio's buffers are full
+            poured = service.poured
+            await asyncio.sleep(0.05)
+        assert poured * 10_000 < 4 << 20
+        numbers = []
+        while len(numbers) < poured + 20:
+            message = await peer.next()
+            assert message is not None
+            numbers.append(message[2][1]["number"])
+        assert numbers == list(range(poured + 20)), "none is lost, none comes twice"
+        assert server.statistics().slow_readers == 0
+        peer.send([2, "cancel", [1]])
+        assert (await peer.response(1))[2]["name"] == "cancelled"
+
+
+@on_loop
+async def test_a_call_that_waits_for_its_reader_ends_with_its_connection(path: Path) -> None:
+    """Nobody reads, and then nobody is there: the call is cancelled, not left waiting."""
+    async with running(path) as (server, service, _):
+        async with RawPeer(path) as peer:
+            peer.send([0, 1, "test.pour", [{"bytes": 100_000}]])
+            await until(lambda: service.poured > 3)
+        await until(lambda: server.statistics().calls_in_flight == 0)
+        assert service.was_cancelled.is_set()

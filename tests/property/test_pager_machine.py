@@ -8,12 +8,15 @@ Long because a state machine's rules share one oracle and are read together.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.ids import GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.vm import events as ev
+from kvd.vm.codes import BEHIND_WINDOW, PINNED, SHARED, STATES
 from kvd.vm.errors import NoRoomForCopy, NotResident, SpaceInUse
 from kvd.vm.eviction import POLICIES
 from kvd.vm.pager import Pager
@@ -69,6 +72,7 @@ class PagerMachine(RuleBasedStateMachine):
         self.next_serial = 0
         self.next_page = 0
         self.lost_pages: set[PageId] = set()
+        self.maps: dict[SpaceId, tuple[Hashable, tuple[bytes, ...]]] = {}
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
@@ -568,6 +572,29 @@ class PagerMachine(RuleBasedStateMachine):
         resident = sum(statistics.pages[s] for s in ("filling", "sealed_dirty", "writing", "clean"))
         assert resident + len(self.machine.loads) == len(self.machine.frames)
         assert statistics.pages["packed"] == len(self.machine.packed)
+
+    @invariant()
+    def maps_for_monitors_are_true_and_their_changes_noticed(self) -> None:
+        """Codes say what `segments` says of each page; they never change without the version of the space."""
+        maps: dict[SpaceId, tuple[Hashable, tuple[bytes, ...]]] = {}
+        for space in self.models:
+            codes = self.pager.page_codes(space)
+            maps[space] = self.pager.map_version(space), codes
+            for view, found in zip(self.pager.segments(space), codes, strict=True):
+                pages = [
+                    STATES.index(str(page.state))
+                    | SHARED * (page.shared_spaces > 1)
+                    | BEHIND_WINDOW * page.behind_window
+                    for page in view.pages
+                ]
+                pages += [] if view.tail is None else [STATES.index(str(view.tail.state))]
+                assert [code & ~PINNED for code in found] == pages
+            held = self.pager.pinned_pages(space)
+            pinned = sum(bool(code & PINNED) for found in codes for code in found)
+            assert pinned == len(held)
+            before = self.maps.get(space)
+            assert before is None or before[0] != maps[space][0] or before[1] == codes
+        self.maps = maps
 
     @invariant()
     def bytes_are_those_of_what_is_held(self) -> None:
