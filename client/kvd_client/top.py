@@ -188,21 +188,21 @@ class Top:
 
     def _act(self, key: str, agent: AgentKey) -> None:
         """Pin, unpin or evict in a thread, and say what came of it."""
-        is_pinned = False
-
-        def see(facts: Facts) -> None:
-            nonlocal is_pinned
-            is_pinned = bool(facts.picture.agents.get(agent, {}).get("pinned"))
-
-        self._watcher.show(see)
         namespace, name = agent
-        method, done = {"e": ("evict", "evicted"), "p": ("unpin", "unpinned") if is_pinned else ("pin", "pinned")}[key]
-        self._message = f"{name}: {method} ..."
+        self._message = f"{name}: {'evict' if key == 'e' else 'pin'} ..."
 
         def run() -> None:
+            done = "evicted" if key == "e" else "pinned"
             try:
                 with self._make_client(None) as client:
-                    getattr(client, method)(name, namespace=namespace)
+                    # what is shown may be older than the last key
+                    if key == "e":
+                        client.evict(name, namespace=namespace)
+                    elif client.agent_info(name, namespace=namespace).pinned:
+                        done = "unpinned"
+                        client.unpin(name, namespace=namespace)
+                    else:
+                        client.pin(name, namespace=namespace)
                 self._message = f"{name} {done}"
             except KvdClientError as error:
                 self._message = f"{name} not {done}: {error.message}"
