@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from textwrap import wrap
 from typing import Any
 
 PAGE_MARKS: Mapping[str, str] = {
@@ -100,7 +101,8 @@ def _segment_lines(segment: Mapping[str, Any], columns: int) -> Iterator[str]:
     pages = _pages_and_tail(segment)
     window = segment.get("window_tokens")
     kind = "all tokens" if window is None else f"a window of {window} tokens"
-    yield f"  group {segment.get('group', '?')}, layers that see {kind}: {_counts(pages)}"
+    said = f"group {segment.get('group', '?')}, layers that see {kind}: {_counts(pages)}"
+    yield from wrap(said, max(40, columns), initial_indent="  ", subsequent_indent="    ")
     room = max(8, min(64, columns - 10) // 8 * 8)
     for first in range(0, len(pages), room):
         row = pages[first : first + room]

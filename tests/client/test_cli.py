@@ -38,7 +38,7 @@ AGENT_COMMANDS = [
     "unpin",
     "verify",
 ]
-DAEMON_COMMANDS = ["budget", "drain", "health", "model", "shutdown", "stats"]
+DAEMON_COMMANDS = ["budget", "drain", "events", "health", "model", "shutdown", "stats", "top"]
 COMMANDS = sorted(TEXT_COMMANDS + AGENT_COMMANDS + DAEMON_COMMANDS)
 END_FIELDS = [
     "text",
@@ -208,6 +208,7 @@ def test_facts_as_json_and_for_people(service: FakeService) -> None:
     assert printed(run("import", "/tmp/f", "--as", "b", "--json"))["agent"] == "b"
     assert printed(run("rm", "a", "--json")) == {"agent": "a", "deleted": True}
     assert printed(run("residency", "--json"))["agents"][0]["agent"] == "a"
+    assert printed(run("top", "--namespace", "n", "--json"))["figures"] == {"asked": {"namespace": "n"}}
     assert printed(run("inject", "a", "--text", "x", "--json"))["appended_tokens"] == 5
     assert printed(run("tokenize", "--text", "ab", "--json")) == {"tokens": [97, 98]}
     assert run("tokenize", "--text", "ab").stdout == "97 98\n"

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from kvd.front import FrontLimits
+from kvd.vm.codes import STATES
+from kvd_client.events import EVENT_KINDS
 from kvd_client.stream import (
     Durable,
     FirstToken,
@@ -25,7 +27,8 @@ from kvd_client.wire import CLIENT_LIMITS, CODES, SERVER_LIMITS
 DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 METHODS = (
     "hello generate chat inject tokenize agent.list agent.info agent.fork agent.rollback agent.pin agent.unpin "
-    "agent.verify agent.prefetch agent.evict agent.delete agent.export agent.import residency statistics "
+    "agent.verify agent.prefetch agent.evict agent.delete agent.export agent.import residency monitor statistics "
+    "events.subscribe "
     "model.info configure health drain shutdown"
 )
 
@@ -55,6 +58,13 @@ def test_every_method_and_event_is_described() -> None:
         Durable,
     ):
         assert f"| `{kind.type}` |" in DOC
+
+
+def test_every_kind_of_event_and_figure_of_the_monitor_is_described() -> None:
+    """Each kind that can be subscribed to has its place in a row, and each state of a page is explained."""
+    rows = " ".join(line.split("|")[1] for line in DOC.splitlines() if line.startswith("| `"))
+    assert [kind for kind in (*EVENT_KINDS, "subscribed", "gap") if f"`{kind}`" not in rows] == []
+    assert [state for state in STATES if f"`{state}`" not in DOC] == []
 
 
 def test_the_limits_are_those_of_the_code() -> None:

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from kvd_client.cli_show import agent_line, agent_table, fact_lines, format_name, limit_lines, size
-from kvd_client.residency import BEHIND_MARK, LEGEND, PAGE_MARKS, branch_marks, residency_lines
+from kvd_client.residency import (
+    BEHIND_MARK,
+    LEGEND,
+    PAGE_MARKS,
+    agent_map_lines,
+    branch_marks,
+    residency_lines,
+)
 
 
 def agent(name: str, namespace: str = "default", **changes: object) -> dict[str, Any]:
@@ -155,6 +162,30 @@ def test_one_line_a_branch() -> None:
     other = {"agent": "b", "namespace": "x", "branches": [branch("filling")]}
     assert any(line.startswith("x/b ") for line in residency_lines({"agents": [two, other]}))
     assert residency_lines({"agents": []}) == ["no agents yet"]
+
+
+def test_the_map_of_one_agent() -> None:
+    """Group by group, in rows with page numbers; shared and pinned pages are marked below, the current branch first."""
+    old, now = branch("clean filling", current=False), branch("clean " * 70 + "evicted packed")
+    pages = now["segments"][0]["pages"]
+    for page in pages[:3]:
+        page |= {"shared_by": 2, "pinned": True}
+    pages[-1]["behind_window"] = True
+    now["segments"].append(now["segments"][0] | {"group": 1, "window_tokens": 512, "pages": [], "tail": None})
+    agent = {"agent": "planner", "namespace": "default", "branches": [old, now]}
+    lines = agent_map_lines({"page_tokens": 256, "agents": [agent]}, columns=80)
+    assert max(map(len, lines)) <= 80
+    assert lines[4:11] == [
+        "planner, branch 1 of 2: 700 tokens",
+        "  group 0, layers that see all tokens: 72 pages, 71 in RAM, 1 on disk, 3 shared,",
+        "    3 pinned, 1 behind the window",
+        f"       0  {'█' * 64}",
+        "          sss",
+        "          ppp",
+        f"      64  {'█' * 6}·▄",
+    ]
+    assert "  group 1, layers that see a window of 512 tokens: 0 pages" in lines
+    assert "planner, branch 2 of 2, left behind: 700 tokens" in lines
 
 
 def test_long_rows_of_marks_are_broken() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -77,12 +78,15 @@ def test_injection(environment: dict[str, str]) -> None:
 
 
 def test_monitoring(environment: dict[str, str], daemon: Daemon) -> None:
-    """Every agent is named, with its pages."""
+    """Every agent is named, with its pages; then what happens to one, with the text that its prompt left."""
     daemon.client.inject("watched", "words " * 300)
     said = _run([sys.executable, str(EXAMPLES / "monitoring.py")], environment)
     assert "status ready, ready True" in said
     assert "watched: " in said
-    assert "watched: 3 sealed pages, 0 of them shared" in said
+    assert re.search(r"default/watched: idle, \d+ tokens, \d of \d pages in RAM, 0 shared", said)
+    assert "miss: no stored text" in said
+    assert "got 'And then?'" in said
+    assert re.search(r"eviction: [1-9] pages, [1-9][\d,]+ bytes", said)
 
 
 def test_a_client_in_another_language(environment: dict[str, str], tmp_path: Path) -> None:

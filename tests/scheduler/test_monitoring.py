@@ -115,6 +115,23 @@ def test_only_what_changed_is_told_again(world: World) -> None:
     assert (last["gone"], names(last)) == ([["default", "d"]], {"c"}), "c's pages are its own again"
 
 
+def test_pages_of_agents_that_did_not_change_are_not_walked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a look costs follows the changes, not the pages: a map is made anew only of a space that changed."""
+    for name in "abc":
+        world.generate(name, name + text_of(40), max_tokens=2)
+    world.settle()
+    walked: list[object] = []
+    codes = world.core.pager.page_codes
+    monkeypatch.setattr(world.core.pager, "page_codes", lambda space: walked.append(space) or codes(space))
+    look(world)
+    assert len(walked) == 3
+    look(world)
+    assert len(walked) == 3, "a full answer, too, is made of what is known"
+    world.job("evict", "b")
+    look(world)
+    assert walked[3:] == [world.agent("b").branch.space]
+
+
 def test_what_a_client_put_together_is_what_a_full_answer_says(world: World) -> None:
     """Changes applied one after the other come to the same as everything at once."""
     picture = MonitorPicture()
