@@ -199,6 +199,7 @@ class Page:
         prefetched: why it was loaded ahead, while it is in RAM and nobody has needed it since.
         evicted_at_bytes: of a page evicted for room, the pager's eviction clock just after that (see
             `Transfers.count_fault`); None since it is on its way in again.
+        code: its state and whether it is shared, as maps show them (`kvd.vm.codes`).
         history: recent (pager tick, state) pairs, oldest first.
     """
 
@@ -216,6 +217,7 @@ class Page:
     keepers: int = 0
     prefetched: PrefetchReason | None = None
     evicted_at_bytes: int | None = None
+    code: int = 0
     history: deque[tuple[int, PageState]] = field(default_factory=lambda: deque(maxlen=HISTORY_MOVES))
 
     @property

@@ -4,7 +4,7 @@ A page's state decides whether it owns a frame, what it takes in RAM, whether a 
 step can read it. So `move` is the one place where frames are handed out and bytes are booked, and they cannot drift
 from the states.
 
-May import kvd.ids, kvd.vm.page, kvd.vm.budget and kvd.vm.errors.
+May import kvd.ids, kvd.vm.page, kvd.vm.budget, kvd.vm.codes and kvd.vm.errors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from kvd.ids import DEFAULT_NAMESPACE, FrameId, GroupId, Namespace, PageId, PageKey
 from kvd.vm.budget import Budget
+from kvd.vm.codes import page_code
 from kvd.vm.errors import IllegalEvent
 from kvd.vm.page import FIRST_STATES, IN_RAM, LOADING, READABLE, RESIDENT, STORED, Page, PageState, SpaceUse
 
@@ -87,6 +88,7 @@ class PageTable:
             raise IllegalEvent(f"page {page_id} cannot be created as {state}", page=str(page_id), state=str(state))
         page = Page(page_id, group, page_bytes, state, namespace, tokens=tokens, key=key)
         self._pages[page_id] = page
+        page.code = page_code(page)
         page.history.append((self.tick, state))
         if state in RESIDENT:
             page.frame = self._take_frame()
@@ -106,6 +108,7 @@ class PageTable:
         for use in page.users.values():
             self._count(page, use, -1)
         before, page.state = page.state, state
+        page.code = page_code(page)
         for use in page.users.values():
             self._count(page, use, 1)
         page.history.append((self.tick, state))
@@ -168,6 +171,7 @@ class PageTable:
     def _note_sharing(self, page: Page, users: int) -> None:
         """The page began or ceased to be shared, if it has so many users now: they see that, too."""
         if len(page.users) == users:
+            page.code = page_code(page)
             for use in page.users.values():
                 use.changed_at = self.tick
 
