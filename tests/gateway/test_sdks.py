@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import openai
@@ -346,3 +347,55 @@ def test_structured_output_parses(gpt: Any) -> None:
     form = {"type": "json_schema", "name": "place", "schema": CITIES, "strict": True}
     response = gpt.responses.create(model="gpt-x", input="Where?", max_output_tokens=300, text={"format": form})
     assert json.loads(response.output_text)["city"] in ("Oslo", "Rome")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_framework_runs_its_loop(served: Served, stream: bool) -> None:
+    """P16, P40: pydantic-ai as published: prompt, call, result, answer; what was computed is cached in the second turn.
+
+    The seeded model calls nothing by itself, so the first request of each run has to. The framework needs no change: it
+    has a setting for that, which may depend on the step.
+    """
+    import pydantic_ai
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    asked: list[str] = []
+
+    def settings(run: pydantic_ai.RunContext[None]) -> pydantic_ai.ModelSettings:
+        """A call first, then whatever the model says."""
+        first = run.run_step == 1
+        return {
+            "tool_choice": ["weather"] if first else "none",
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "max_tokens": 300 if first else 8,
+            "extra_headers": {"X-Kvd-Agent": f"framework {stream}"},
+        }
+
+    async def run() -> pydantic_ai.AgentRunResult[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as sdk:
+            model = OpenAIChatModel("gpt-x", provider=OpenAIProvider(openai_client=sdk))
+            agent = pydantic_ai.Agent(model, instructions=WORDS * 30, model_settings=settings)
+
+            @agent.tool_plain
+            def weather(city: Literal["Oslo", "Rome"]) -> str:
+                """Tell the weather of a city."""
+                asked.append(city)
+                return "4 degrees"
+
+            if not stream:
+                return await agent.run("What is the weather?")
+            async with agent.run_stream_events("What is the weather?") as events:
+                async for event in events:  # noqa: B007  (the last one has the result)
+                    pass
+            return event.result
+
+    result = asyncio.run(run())
+    assert len(asked) == 1
+    assert asked[0] in ("Oslo", "Rome")
+    first, second = (each for each in result.all_messages() if each.kind == "response")
+    assert first.tool_calls
+    assert result.output == second.text
+    held = first.usage.input_tokens + first.usage.output_tokens
+    assert held - second.usage.cache_read_tokens <= 1
