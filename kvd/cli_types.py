@@ -1,4 +1,4 @@
-"""What options of `kvd` take beyond click's own types: sizes, counts, limits. Errors name what is allowed.
+"""What options of `kvd` take beyond click's own types: sizes, shares, counts, limits. Errors name what is allowed.
 
 May import click, kvd.errors and kvd.ops.sizes.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from kvd.errors import KvdError
-from kvd.ops.sizes import parse_size
+from kvd.ops.sizes import parse_share, parse_size
 
 if TYPE_CHECKING:
     IntType = click.ParamType[int]
@@ -87,4 +87,42 @@ class AutoOrCount(CountType):
         raise click.BadParameter(f"must be auto or a whole number from 1 to {self._most}, not {text!r}", ctx, param)
 
 
-__all__ = ["SIZE", "AutoOrCount", "SizeType", "WriteLimit"]
+if TYPE_CHECKING:
+    NumberType = click.ParamType[int | float]
+    PairType = click.ParamType[tuple[str, int]]
+else:
+    # older click has no type parameter at run time
+    NumberType = PairType = click.ParamType
+
+
+class ShareType(NumberType):
+    """A size, or a percentage, which becomes a part from 0 to 1."""
+
+    name = "size|percent"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
+        """Parse; an int is bytes, a float a part."""
+        if isinstance(value, int | float):
+            return value
+        try:
+            return parse_share(str(value), what=param.name if param and param.name else "size")
+        except KvdError as error:
+            self.fail(error.message, param, ctx)
+
+
+class NamedSizeType(PairType):
+    """NAME=SIZE."""
+
+    name = "name=size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        """Split at the last `=`: names may have one."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, size = str(value).rpartition("=")
+        if not (equals and name):
+            self.fail(f"{str(value)!r} must be NAME=SIZE, such as work=4GB", param, ctx)
+        return name, SIZE.convert(size, param, ctx)
+
+
+__all__ = ["SIZE", "AutoOrCount", "NamedSizeType", "ShareType", "SizeType", "WriteLimit"]

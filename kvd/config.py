@@ -1,7 +1,7 @@
 """Settings of the daemon: validated once, here, at the edge; frozen ever after.
 
 Sources, strongest first: command line flags, environment variables (click reads both), defaults. May import kvd.errors,
-kvd.ops.logs, kvd.quant.spec.
+kvd.ops.levels, kvd.quant.spec.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvd.errors import CallerError
-from kvd.ops.logs import LEVELS as LOG_LEVELS
+from kvd.ops.levels import LEVELS as LOG_LEVELS
 from kvd.quant.spec import NAMED_FORMATS
 
 DEFAULT_BUDGET_BYTES = 10_200_000_000

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from kvd.cli import main
 from kvd.cli_common import unusable
+from kvd_client.cli_lazy import loaded
 
 
 def helped(*words: str) -> str:
@@ -36,7 +37,8 @@ def test_serve_says_where_things_lie_and_which_variables_count() -> None:
 @pytest.mark.parametrize("name", ["serve", "demo", "calibrate"])
 def test_every_variable_is_shown(name: str) -> None:
     """An option that a variable sets says so."""
-    options = [option for option in main.commands[name].params if isinstance(option, click.Option) and option.envvar]
+    params = loaded(main.commands[name]).params
+    options = [option for option in params if isinstance(option, click.Option) and option.envvar]
     assert options
     for option in options:
         assert str(option.envvar) in helped(name)

@@ -12,13 +12,14 @@ from click.testing import CliRunner, Result
 from kvd.cli import main
 from kvd.cli_config import options_of
 from kvd_client import paths
+from kvd_client.cli_lazy import loaded
 from kvd_client.config_file import ConfigFileError, config_file, default_config_file, read_config_file
 
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option is set by the environment that the tests run in."""
-    for param in options_of(main.commands["serve"]).values():
+    for param in options_of(loaded(main.commands["serve"])).values():
         monkeypatch.delenv(str(param.envvar), raising=False)
 
 
@@ -63,7 +64,7 @@ def test_the_file_sets_what_nothing_stronger_sets(file: Path, tmp_path: Path) ->
 def test_flags_win(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said on the spot wins over the file; the file's values reach the command by its own types."""
     seen: dict[str, Any] = {}
-    serve = main.commands["serve"]
+    serve = loaded(main.commands["serve"])
     monkeypatch.setattr(serve, "callback", lambda **given: seen.update(given))
     assert _run("--config", str(file), "serve", "--budget", "9GB").exit_code == 0
     assert seen["budget"] == 9_000_000_000
@@ -83,7 +84,7 @@ def test_every_setting_of_serve_can_stand_in_the_file() -> None:
     """And `config show` prints each of them."""
     shown = _show("")
     assert shown["file"] is None
-    assert set(shown["serve"]) == set(options_of(main.commands["serve"]))
+    assert set(shown["serve"]) == set(options_of(loaded(main.commands["serve"])))
     assert len(shown["serve"]) >= 20
 
 

@@ -17,6 +17,8 @@ from typing import Any, cast
 import click
 import pytest
 
+from kvd_client.cli_lazy import loaded
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 INTERNAL_VARIABLES = {"KVD_LAUNCHER_SET"}
@@ -42,7 +44,7 @@ def commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Com
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             assert inner is not None
-            yield from commands(inner, f"{path} {name}")
+            yield from commands(loaded(inner), f"{path} {name}")
 
 
 def all_commands() -> list[tuple[str, click.Command]]:

@@ -62,7 +62,7 @@ LAYERS = {
     "kvd.cores": Row(),
     "kvd.elf": Row(),
     "kvd.launcher": Row("kvd.cores kvd.elf"),
-    "kvd.config": Row("kvd.errors kvd.ops.logs kvd.quant.spec"),
+    "kvd.config": Row("kvd.errors kvd.ops.levels kvd.quant.spec"),
     # Policy: no mlx, no numpy, no input or output, no threads, no clock.
     "kvd.vm": Row("kvd.ids kvd.errors kvd.quant.spec", pure=True),
     # Mechanism. Only frames and fragments of them touch arrays, and those are numpy's.
@@ -106,6 +106,7 @@ LAYERS = {
     "kvd.gateway.fields": Row("kvd.gateway.errors", pure=True),
     "kvd.gateway.identity": Row("kvd.gateway.errors", pure=True),
     "kvd.ops": Row("kvd.errors", "structlog"),
+    "kvd.ops.levels": Row(pure=True),
     "kvd.ops.file_watch": Row("", "watchdog"),
     # What people run. `cli` and `daemon` (with `assembly` and `formats`) are the only ones that wire everything.
     "kvd.bench": Row("kvd kvd_client", "click mlx numpy rich xxhash"),
@@ -117,15 +118,20 @@ LAYERS = {
     "kvd.bench.serve_reference": Row("kvd", "mlx mlx_lm"),
     "kvd.bench.serve_figures": Row(),
     "kvd.demo": Row("kvd kvd_client", "click rich"),
-    "kvd.cli": Row("kvd kvd_client", "click rich platformdirs"),
+    "kvd.cli": Row("kvd.cli_config kvd_client.cli_lazy", "click"),
     "kvd.cli_common": Row("kvd.config kvd.errors kvd.model", "click"),
+    "kvd.cli_demo": Row("kvd kvd_client", "click rich"),
     "kvd.cli_serve": Row("kvd kvd_client", "click"),
     "kvd.reloading": Row("kvd.config kvd.errors kvd.ids kvd.scheduler.limits"),
     "kvd.cli_config": Row("kvd.config kvd.errors kvd.model.paths kvd.ops.sizes kvd_client", "click"),
-    "kvd.cli_service": Row("kvd.cli_config kvd.errors kvd.ops kvd_client", "click"),
-    "kvd.cli_gateway": Row("kvd.cli_config kvd.cli_types kvd.config kvd.ops kvd.gateway kvd_client.paths", "click"),
+    "kvd.cli_service": Row("kvd.cli_common kvd.cli_config kvd.cli_options kvd.errors kvd.ops kvd_client", "click"),
+    "kvd.cli_gateway": Row(
+        "kvd.cli_config kvd.cli_options kvd.cli_types kvd.config kvd.ops kvd.gateway kvd_client.paths", "click"
+    ),
     "kvd.cli_types": Row("kvd.errors kvd.ops.sizes", "click"),
-    "kvd.cli_options": Row("kvd.cli_types kvd.errors kvd.ops.sizes", "click"),
+    "kvd.cli_options": Row(
+        "kvd.cli_types kvd.config kvd.model.paths kvd.model.sources kvd.ops.levels kvd.quant.spec", "click"
+    ),
     "kvd.cli_model": Row("kvd kvd_client", "click rich"),
     "kvd.cli_doctor": Row("kvd kvd_client", "click rich"),
     # Examines everything, so it may look at everything.

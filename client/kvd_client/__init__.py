@@ -13,33 +13,33 @@
 - `top`: what `kvd-client top` does; `top_view` what it shows, `top_rates` what goes on per second, `top_screen` the
   terminal; `event_text`: events as lines.
 - `cli`, `cli_text`, `cli_agents`, `cli_watch`, `cli_common`: the `kvd-client` commands; `cli_show`: what they print for
-  people; `cli_wait`: what they say while nothing has come yet.
+  people; `cli_wait`: what they say while nothing has come yet; `cli_lazy`: groups that import their commands on use;
+  `cli_completion`: completion in shells.
 
 May import msgpack, click (the commands only) and the standard library; never kvd, mlx or numpy. Importing the package
-loads neither click nor asyncio: `AsyncClient` is loaded when it is first asked for.
+loads none of its modules: each public name comes when it is first asked for, `AsyncClient` with asyncio alone.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvd_client.client import Client, GenerateStream
-from kvd_client.errors import (
-    CallTimeout,
-    Cancelled,
-    ConnectionLost,
-    DaemonUnreachable,
-    KvdClientError,
-    RemoteError,
-)
-from kvd_client.events import DaemonEvent
-from kvd_client.monitor import MonitorPicture
-from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
-from kvd_client.subscription import Subscription
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvd_client.async_client import AsyncClient, AsyncGenerateStream
     from kvd_client.async_subscription import AsyncSubscription
+    from kvd_client.client import Client, GenerateStream
+    from kvd_client.errors import (
+        CallTimeout,
+        Cancelled,
+        ConnectionLost,
+        DaemonUnreachable,
+        KvdClientError,
+        RemoteError,
+    )
+    from kvd_client.events import DaemonEvent
+    from kvd_client.monitor import MonitorPicture
+    from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
+    from kvd_client.subscription import Subscription
 
 __all__ = [
     "AgentInfo",
@@ -68,9 +68,23 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> object:
-    if name in ("AsyncClient", "AsyncGenerateStream", "AsyncSubscription"):
-        from kvd_client import async_client
+_HOMES: Final = {
+    "async_client": "AsyncClient AsyncGenerateStream",
+    "async_subscription": "AsyncSubscription",
+    "client": "Client GenerateStream",
+    "errors": "CallTimeout Cancelled ConnectionLost DaemonUnreachable KvdClientError RemoteError",
+    "events": "DaemonEvent",
+    "monitor": "MonitorPicture",
+    "results": "AgentInfo ExportResult GenerateResult Health InjectResult Limits Statistics",
+    "subscription": "Subscription",
+}
+"""The module of each public name."""
 
-        return getattr(async_client, name)
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        import importlib
+
+        home = next(module for module, names in _HOMES.items() if name in names.split())
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

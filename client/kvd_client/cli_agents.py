@@ -17,6 +17,7 @@ from kvd_client.cli_common import (
     print_lines,
     with_session,
 )
+from kvd_client.cli_completion import complete_agents
 from kvd_client.cli_show import agent_line, agent_table, limit_lines, size
 from kvd_client.residency import agent_map_lines, residency_lines
 from kvd_client.results import AgentInfo, ExportResult, Health, Limits, Statistics
@@ -70,7 +71,7 @@ def agents(session: Session, /) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @with_session
 def show(session: Session, /, agent: str) -> None:
     """Show everything about AGENT.
@@ -81,7 +82,7 @@ def show(session: Session, /, agent: str) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @click.argument("new_agent")
 @click.option("--tokens", type=click.IntRange(0), help="Share only the first tokens [default: all].")
 @with_session
@@ -94,7 +95,7 @@ def fork(session: Session, /, agent: str, new_agent: str, tokens: int | None) ->
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @click.argument("tokens", type=click.IntRange(0))
 @with_session
 def rollback(session: Session, /, agent: str, tokens: int) -> None:
@@ -106,7 +107,7 @@ def rollback(session: Session, /, agent: str, tokens: int) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @with_session
 def pin(session: Session, /, agent: str) -> None:
     """Load AGENT's pages and keep them in RAM.
@@ -117,7 +118,7 @@ def pin(session: Session, /, agent: str) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @with_session
 def unpin(session: Session, /, agent: str) -> None:
     """Let AGENT's pages be evicted again.
@@ -128,7 +129,7 @@ def unpin(session: Session, /, agent: str) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @with_session
 def verify(session: Session, /, agent: str) -> None:
     """Read and verify every page file of AGENT; bad ones are written anew from clean copies in RAM.
@@ -142,7 +143,7 @@ def verify(session: Session, /, agent: str) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @with_session
 def prefetch(session: Session, /, agent: str) -> None:
     """Load AGENT's pages while there is room, as a hint before a call.
@@ -153,7 +154,7 @@ def prefetch(session: Session, /, agent: str) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @with_session
 def evict(session: Session, /, agent: str) -> None:
     """Write AGENT's pages to disk and free their RAM.
@@ -164,7 +165,7 @@ def evict(session: Session, /, agent: str) -> None:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @with_session
 def rm(session: Session, /, agent: str) -> None:
     """Forget AGENT, in RAM and on disk.
@@ -179,7 +180,7 @@ def rm(session: Session, /, agent: str) -> None:
 
 
 @click.command("export")
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @click.argument("file", type=click.Path(dir_okay=False))
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @with_session
@@ -215,7 +216,7 @@ def import_command(session: Session, /, file: str, agent: str | None, replace: b
 
 
 @click.command()
-@click.argument("agent", required=False)
+@click.argument("agent", required=False, shell_complete=complete_agents)
 @with_session
 def residency(session: Session, /, agent: str | None) -> None:
     """Show which pages are in RAM, on disk or under way, of AGENT or of all agents.
@@ -312,26 +313,3 @@ def shutdown(session: Session, /) -> None:
     Example: kvd-client shutdown
     """
     print_facts(session, session.client.shutdown())
-
-
-AGENT_COMMANDS: tuple[click.Command, ...] = (
-    agents,
-    show,
-    fork,
-    rollback,
-    pin,
-    unpin,
-    verify,
-    prefetch,
-    evict,
-    rm,
-    export_command,
-    import_command,
-    residency,
-    stats,
-    budget,
-    health,
-    model,
-    drain,
-    shutdown,
-)

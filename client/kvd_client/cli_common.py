@@ -1,4 +1,7 @@
-"""What all commands share: the options that find the daemon, exit codes, and printing."""
+"""What all commands share: the options that find the daemon, exit codes, and printing.
+
+The client itself is imported when a command runs: `--help` and completion do without.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvd_client.cli_show import fact_lines
-from kvd_client.client import Client
-from kvd_client.errors import DaemonUnreachable, KvdClientError, RemoteError
-from kvd_client.paths import resolve_socket
+from kvd_client.cli_lazy import LazyGroup
+
+if TYPE_CHECKING:
+    from kvd_client.client import Client
+    from kvd_client.errors import KvdClientError
 
 _JSON_ASKED = "kvd_client.json"
 """Key of click's shared `meta`: the command was asked for JSON, so its error line has every fact."""
@@ -82,6 +86,9 @@ def with_session(command: Callable[..., None]) -> Callable[..., None]:
 
     @click.pass_context
     def run(context: click.Context, /, **given: Any) -> None:  # noqa: ANN401  (click's parameters)
+        from kvd_client.client import Client
+        from kvd_client.paths import resolve_socket
+
         outer = context.obj if isinstance(context.obj, Defaults) else Defaults()
         inner = Defaults.of(given)
         for key in ("data_dir", "socket", "namespace", "as_json"):
@@ -101,11 +108,13 @@ def with_session(command: Callable[..., None]) -> Callable[..., None]:
     return shared_options(run)
 
 
-class ErrorExits(click.Group):
+class ErrorExits(LazyGroup):
     """A group whose commands end with the documented exit codes and one line on stderr."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  (click's signature)
         """Run the command."""
+        from kvd_client.errors import DaemonUnreachable, KvdClientError
+
         try:
             return super().invoke(ctx)
         except DaemonUnreachable as error:
@@ -126,6 +135,8 @@ def report(message: str) -> None:
 
 def describe(error: KvdClientError, *, for_programs: bool) -> str:
     """One line: the message and when to try again; with --json also the error's name and facts."""
+    from kvd_client.errors import RemoteError
+
     if not isinstance(error, RemoteError):
         return error.message
     retry = "" if error.retry_after_s is None else f"; try again in {error.retry_after_s:g} s"
@@ -155,6 +166,8 @@ def print_facts(session: Session, facts: Mapping[str, object]) -> None:
     if session.json:
         print_json(facts)
     else:
+        from kvd_client.cli_show import fact_lines
+
         print_lines(fact_lines(facts, columns=columns()))
 
 

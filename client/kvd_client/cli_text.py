@@ -23,6 +23,7 @@ from kvd_client.cli_common import (
     with_session,
     write_text,
 )
+from kvd_client.cli_completion import complete_agents
 from kvd_client.cli_show import seconds
 from kvd_client.cli_wait import waiting
 from kvd_client.client import GenerateStream
@@ -278,7 +279,7 @@ def _options(given: dict[str, Any]) -> Options:
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @source_options
 @sampling_options
 @with_session
@@ -306,7 +307,7 @@ def generate(
 
 
 @click.command()
-@click.argument("agent")
+@click.argument("agent", shell_complete=complete_agents)
 @click.option("--message", "messages", metavar="TEXT", multiple=True, help="A user message; may be repeated.")
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option(
@@ -384,7 +385,7 @@ def _switch(text: str) -> tuple[str, object]:
 
 
 @click.command()
-@click.argument("agents", nargs=-1, required=True, metavar="AGENT... [-]")
+@click.argument("agents", nargs=-1, required=True, metavar="AGENT... [-]", shell_complete=complete_agents)
 @click.option("--message", "messages", metavar="TEXT", multiple=True, help="A user message; may be repeated.")
 @click.option(
     "--messages-file",
@@ -473,6 +474,3 @@ def tokenize(session: Session, /, source: str | None, text: str | None, file: st
         print_json({"tokens": tokens})
     else:
         click.echo(" ".join(map(str, tokens)))
-
-
-TEXT_COMMANDS: tuple[click.Command, ...] = (generate, chat, inject, tokenize)

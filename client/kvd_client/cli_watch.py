@@ -16,6 +16,7 @@ from kvd_client.cli_common import (
     print_lines,
     with_session,
 )
+from kvd_client.cli_completion import complete_agents
 from kvd_client.client import Client
 from kvd_client.event_text import event_line
 from kvd_client.events import EVENT_KINDS
@@ -33,7 +34,9 @@ SNAPSHOT_COLUMNS = 120
     multiple=True,
     help=f"Show this kind alone; may be given several times: {', '.join(EVENT_KINDS)}.",
 )
-@click.option("--agent", help="Show this agent (of --namespace), and the daemon as a whole.")
+@click.option(
+    "--agent", shell_complete=complete_agents, help="Show this agent (of --namespace), and the daemon as a whole."
+)
 @click.option(
     "--since",
     type=click.IntRange(0),
@@ -101,6 +104,3 @@ def top(session: Session, /, once: bool, interval_s: float) -> None:
         Top(make_client, session.namespace, interval_s, colour=colour).run(sys.stdin.fileno(), sys.stdout.fileno())
     except Terminated as ended:
         raise SystemExit(128 + ended.signum) from None
-
-
-WATCH_COMMANDS: tuple[click.Command, ...] = (top, events)

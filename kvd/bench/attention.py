@@ -23,11 +23,10 @@ from kvd import launcher
 from kvd.bench.machine import MachineRates, measure_rates
 from kvd.bench.reference import PREFILL_STEPS, Speed, speed
 from kvd.bench.text import technical_english
-from kvd.config import ATTENTION
+from kvd.cli_options import attention_option, json_option, kv_format_option, model_options
 from kvd.errors import InvalidParams, KvdError
 from kvd.ids import FrameId
-from kvd.model.sources import DEFAULT_MODEL
-from kvd.quant.spec import NAMED_FORMATS, PAGE_TOKENS
+from kvd.quant.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from kvd.model.cache import SequenceCache
@@ -235,28 +234,9 @@ def _row(tokens: int, mine: Speed, theirs: dict[int, Speed], step: int, ours: _P
 @click.command("attention")
 @click.option("--tokens", default="1024,4096", show_default=True, help="Context lengths, comma separated.")
 @click.option("--repeats", type=click.IntRange(1), default=2, show_default=True, help="Prefills; the fastest counts.")
-@click.option(
-    "--kv-format",
-    type=click.Choice(["auto", *NAMED_FORMATS]),
-    default="auto",
-    show_default=True,
-    help="Page format; auto takes the calibrated one.",
-)
-@click.option("--attention", type=click.Choice(ATTENTION), default="auto", show_default=True, help="Attention backend.")
-@click.option(
-    "--model",
-    "model_name",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
+@kv_format_option
+@attention_option
+@model_options
 @click.option(
     "--device",
     type=click.Choice(["cpu", "gpu"]),
@@ -268,7 +248,7 @@ def _row(tokens: int, mine: Speed, theirs: dict[int, Speed], step: int, ours: _P
 @click.option(
     "--whole-model", is_flag=True, help="With --device gpu: a model of Llama 3.1 8B's shape and random 4-bit weights."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def attention(
     tokens: str,
     repeats: int,
@@ -286,7 +266,8 @@ def attention(
     Examples: kvd bench attention --tokens 1024,4096,7168 --json;
     kvd bench attention --device gpu --tokens 4096,32768,131072
     """
-    from kvd.bench.cli import fail, parse_lengths
+    from kvd.bench.cli import parse_lengths
+    from kvd.cli_common import fail
 
     if device == "gpu":
         _on_gpu(tokens, batch, whole_model=whole_model, as_json=as_json)
@@ -325,8 +306,9 @@ def attention(
 def _on_gpu(tokens: str, batch: str, *, whole_model: bool, as_json: bool) -> None:
     """The kernels' table, or the whole model's at each context."""
     from kvd.bench.attention_gpu import run_gpu_attention, table_lines
-    from kvd.bench.cli import fail, parse_lengths
+    from kvd.bench.cli import parse_lengths
     from kvd.bench.gpu_model import run_gpu_model
+    from kvd.cli_common import fail
 
     def tell(line: str) -> None:
         click.echo(line, err=True)

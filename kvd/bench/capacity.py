@@ -16,14 +16,16 @@ from typing import Any, Final
 
 import click
 
-from kvd.bench.cli import fail, parse_lengths
-from kvd.config import DEFAULT_BUDGET_BYTES
+from kvd.bench.cli import parse_lengths
+from kvd.cli_common import fail
+from kvd.cli_options import MODEL_HELP, complete_models, fixed_format_option, json_option, model_dir_option
+from kvd.cli_types import SIZE
 from kvd.errors import KvdError
 from kvd.ids import Fingerprint
 from kvd.model.cache_spec import build_cache_spec
 from kvd.model.spec import ModelCacheSpec
-from kvd.ops.sizes import format_size, parse_size
-from kvd.quant.spec import NAMED_FORMATS, PAGE_TOKENS, PageLayout
+from kvd.ops.sizes import format_size
+from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.vm.budget import Budget
 from kvd.vm.window import first_seen_page, most_pages
 
@@ -209,25 +211,19 @@ def _lines(report: Report) -> list[str]:
     type=click.Choice(sorted(SHAPES)),
     help="Known shape; may be repeated [default: all of them, unless --model is given].",
 )
-@click.option("--model", "model_name", help="Installed model's name, or a folder in mlx-lm's layout.")
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
+@click.option("--model", "model_name", shell_complete=complete_models, help=MODEL_HELP)
+@model_dir_option
 @click.option("--tokens", default="4096,8192,16384,32768", show_default=True, help="Context lengths, comma separated.")
-@click.option("--kv-format", type=click.Choice(NAMED_FORMATS), default="q4", show_default=True, help="Page format.")
-@click.option("--budget", default=str(DEFAULT_BUDGET_BYTES), help="RAM for pages [default: 10.2 GB].")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@fixed_format_option("q4")
+@click.option("--budget", type=SIZE, default="10.2GB", show_default=True, help="RAM for pages.")
+@json_option
 def capacity(
     names: tuple[str, ...],
     model_name: str | None,
     model_dir: Path | None,
     tokens: str,
     kv_format: str,
-    budget: str,
+    budget: int,
     as_json: bool,
 ) -> None:
     """Bytes of an agent and agents in a budget: with all tokens of all layers, and with what the next step sees.
@@ -238,13 +234,13 @@ def capacity(
     from kvd.model.registry import resolve
 
     try:
-        lengths, budget_bytes = parse_lengths(tokens), parse_size(budget, what="--budget")
+        lengths = parse_lengths(tokens)
         specs = [known_spec(name) for name in names or (() if model_name else sorted(SHAPES))]
         if model_name:
             folder = resolve(model_name, models(model_dir))
             unknown = Fingerprint("0" * 32)  # of no interest here, and reading all weights takes time
             specs.append(build_cache_spec(folder.config(), model_name=folder.name, fingerprint=unknown, item_bytes=2))
-        reports = [account(spec, kv_format, lengths, budget_bytes) for spec in specs]
+        reports = [account(spec, kv_format, lengths, budget) for spec in specs]
     except KvdError as error:
         fail(error)
     if as_json:

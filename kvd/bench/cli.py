@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Final
 
 import click
 
+from kvd.cli_common import fail
+from kvd.cli_options import json_option, model_options
 from kvd.errors import InvalidParams, KvdError
-from kvd.model.sources import DEFAULT_MODEL
+from kvd_client.cli_lazy import LazyGroup
 
-COMMANDS = {
-    "attention": ("kvd.bench.attention", "attention"),
-    "capacity": ("kvd.bench.capacity", "capacity"),
-    "eviction": ("kvd.bench.eviction", "eviction"),
-    "fork": ("kvd.bench.fork", "fork"),
-    "ppl": ("kvd.bench.ppl", "ppl"),
-    "rpc": ("kvd.bench.rpc", "rpc"),
-    "serve": ("kvd.bench.serve", "serve"),
-    "soak": ("kvd.bench.soak", "soak"),
-    "startup": ("kvd.bench.startup", "startup"),
-    "swap": ("kvd.bench.swap", "swap"),
-    "ttft": ("kvd.bench.cli", "ttft"),
+COMMANDS: Final = {
+    "attention": (
+        "kvd.bench.attention:attention",
+        "Prefill and decode speed over quantised pages, against mlx-lm with a float32 cache, with floors.",
+    ),
+    "capacity": (
+        "kvd.bench.capacity:capacity",
+        "Bytes of an agent and agents in a budget: with all tokens of all layers, and with what the next step sees.",
+    ),
+    "eviction": (
+        "kvd.bench.eviction:eviction",
+        "Replay traces through the real pager for each eviction policy, beside Belady's optimum.",
+    ),
+    "fork": (
+        "kvd.bench.fork:fork",
+        "Milliseconds of a fork, a rollback, a divergence and flipping back, with and without the disk's flushes.",
+    ),
+    "ppl": ("kvd.bench.ppl:ppl", "Perplexity and bytes of page formats, on text that ships with Python."),
+    "rpc": (
+        "kvd.bench.rpc:rpc",
+        "What the protocol costs: round trips and stream events against a bare msgpack echo, and many clients at once.",
+    ),
+    "serve": (
+        "kvd.bench.serve:serve",
+        "What several agents get of one daemon: together, beside a long prompt, and in too little RAM.",
+    ),
+    "soak": (
+        "kvd.bench.soak:soak",
+        "Soak a daemon: turns, cancellations, kills, forks, evictions by many clients, then prove that all is well.",
+    ),
+    "startup": (
+        "kvd.bench.startup:startup",
+        "Time from starting the daemon to its first possible answer, with many agents on disk against none.",
+    ),
+    "swap": (
+        "kvd.bench.swap:swap",
+        "Swap-out and swap-in of one agent, beside plain writes and reads of the same files; the page table's speed.",
+    ),
+    "ttft": (
+        "kvd.bench.cli:ttft",
+        "Time to first token with 16 new tokens: cold, hot, warm after kill -9, against mlx-lm's own cold prefill.",
+    ),
 }
+"""Where each command is, and the first sentence of its help."""
 
 
-class LazyGroup(click.Group):
-    """A group whose commands live in modules that are imported on use."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, sorted."""
-        return sorted(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command, or None."""
-        if cmd_name not in COMMANDS:
-            return None
-        module, name = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), name)
-        return command
-
-
-@click.group(cls=LazyGroup)
+@click.group(cls=LazyGroup, lazy=COMMANDS)
 def bench() -> None:
     """Measure speed (attention, swap), perplexity (ppl), first token (ttft), forks (fork), agents (serve), calls (rpc).
 
@@ -60,21 +75,8 @@ def bench() -> None:
 @click.option(
     "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs of each state; medians count."
 )
-@click.option(
-    "--model",
-    "model_name",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+@json_option
 def ttft(tokens: str, repeats: int, model_name: str, model_dir: Path | None, as_json: bool) -> None:
     """Time to first token with 16 new tokens: cold, hot, warm after kill -9, against mlx-lm's own cold prefill.
 
@@ -114,12 +116,6 @@ def ttft(tokens: str, repeats: int, model_name: str, model_dir: Path | None, as_
         )
 
 
-def fail(error: KvdError) -> NoReturn:
-    """Report an error and exit: 2 for a wrong call, 1 otherwise."""
-    click.echo(f"kvd: {error.message}", err=True)
-    sys.exit(2 if isinstance(error, InvalidParams) else 1)
-
-
 def parse_lengths(text: str, option: str = "--tokens") -> tuple[int, ...]:
     """Comma separated numbers of an option.
 
@@ -138,4 +134,4 @@ def parse_lengths(text: str, option: str = "--tokens") -> tuple[int, ...]:
     return lengths
 
 
-__all__ = ["bench", "fail", "parse_lengths", "ttft"]
+__all__ = ["COMMANDS", "bench", "parse_lengths", "ttft"]

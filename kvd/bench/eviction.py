@@ -12,10 +12,11 @@ from pathlib import Path
 
 import click
 
-from kvd.bench.cli import fail
 from kvd.bench.eviction_replay import Optimum, Replay, Tally
 from kvd.bench.eviction_speed import BAR_US, Speed, measure
 from kvd.bench.eviction_workloads import WORKLOADS, Trace, generate
+from kvd.cli_common import fail
+from kvd.cli_options import json_option
 from kvd.errors import EnvironmentFault, InvalidParams, KvdError
 from kvd.ops.sizes import format_size
 from kvd.vm.eviction import POLICIES, LruPolicy
@@ -163,7 +164,7 @@ def _speeds(speeds: Sequence[Speed]) -> Iterator[str]:
 @click.option(
     "--pages", type=click.IntRange(1), default=100_000, show_default=True, help="Pages in the table, with --speed."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def eviction(
     traces: tuple[Path, ...],
     workloads: tuple[str, ...],

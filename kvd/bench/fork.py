@@ -18,11 +18,12 @@ from typing import Any
 
 import click
 
-from kvd.bench.cli import fail, parse_lengths
+from kvd.bench.cli import parse_lengths
 from kvd.bench.harness import UNSHARED, DaemonProcess, scratch_folder
 from kvd.bench.ttft import Prompt, make_prompt
+from kvd.cli_common import fail
+from kvd.cli_options import json_option, model_options
 from kvd.errors import EnvironmentFault, KvdError
-from kvd.model.sources import DEFAULT_MODEL
 from kvd.model.tokenizer import TextCodec
 from kvd.vm.packing import IDLE_TICKS
 from kvd_client import Client
@@ -210,21 +211,8 @@ def _median(values: Iterable[float]) -> float:
 @click.option(
     "--repeats", type=click.IntRange(1), default=9, show_default=True, help="Runs of each operation; medians count."
 )
-@click.option(
-    "--model",
-    "model_name",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+@json_option
 def fork(tokens: str, repeats: int, model_name: str, model_dir: Path | None, as_json: bool) -> None:
     """Milliseconds of a fork, a rollback, a divergence and flipping back, with and without the disk's flushes.
 

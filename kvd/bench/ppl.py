@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Final
 import click
 import numpy as np
 
-from kvd.bench.cli import fail
+from kvd.cli_common import fail
+from kvd.cli_options import json_option, model_options
 from kvd.errors import InvalidParams, KvdError
 from kvd.ids import FrameId
 from kvd.model.progress import Reporter, SilentReporter, reporter_for
-from kvd.model.sources import DEFAULT_MODEL
 from kvd.quant.spec import NAMED_FORMATS, PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -266,20 +266,7 @@ def _check_formats(formats: Sequence[str]) -> None:
 
 
 @click.command("ppl")
-@click.option(
-    "--model",
-    "model_name",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
+@model_options
 @click.option(
     "--formats",
     default=",".join(DEFAULT_FORMATS),
@@ -292,7 +279,7 @@ def _check_formats(formats: Sequence[str]) -> None:
 @click.option(
     "--window-tokens", type=click.IntRange(min=2), default=WINDOW_TOKENS, show_default=True, help="Tokens each."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def ppl(model_name: str, model_dir: Path | None, formats: str, windows: int, window_tokens: int, as_json: bool) -> None:
     """Perplexity and bytes of page formats, on text that ships with Python.
 

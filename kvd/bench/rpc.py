@@ -33,8 +33,8 @@ import msgpack
 
 from kvd.bench.harness import DaemonProcess, scratch_folder
 from kvd.bench.rpc_peers import READ_BYTES
+from kvd.cli_options import json_option, model_options
 from kvd.errors import EnvironmentFault, KvdError
-from kvd.model.sources import DEFAULT_MODEL
 from kvd_client import AsyncClient
 from kvd_client.stream import Text
 
@@ -260,21 +260,8 @@ def table_lines(report: RpcReport) -> list[str]:
 @click.option("--events", type=click.IntRange(1), default=20_000, show_default=True, help="Stream events a run.")
 @click.option("--clients", type=click.IntRange(1, 256), default=64, show_default=True, help="Client processes at once.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs; medians count.")
-@click.option(
-    "--model",
-    "model_name",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+@json_option
 def rpc(
     calls: int, events: int, clients: int, repeats: int, model_name: str, model_dir: Path | None, as_json: bool
 ) -> None:
@@ -282,7 +269,7 @@ def rpc(
 
     Example: kvd bench rpc --json
     """
-    from kvd.bench.cli import fail
+    from kvd.cli_common import fail
     from kvd.model.paths import model_dir as models
     from kvd.model.registry import resolve
 

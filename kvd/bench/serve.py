@@ -23,8 +23,8 @@ from kvd.bench.serve_figures import Figure, decode_floor_tokens_s, middle, numbe
 from kvd.bench.serve_reference import BatchSpeed, batch_speed
 from kvd.bench.serve_runs import Beside, Prompts, Sizes, Together, run_beside, run_together
 from kvd.bench.serve_swap import SwapRun, run_swap, swap_budget_bytes
+from kvd.cli_options import json_option, model_options
 from kvd.errors import KvdError
-from kvd.model.sources import DEFAULT_MODEL
 from kvd.model.tokenizer import TextCodec
 
 QUICK = Sizes(tokens=256, new_tokens=24, long_tokens=2048, repeats=1)
@@ -240,21 +240,8 @@ def table_lines(report: ServeReport) -> list[str]:
 @click.option(
     "--quick", is_flag=True, help="One run with 256, 24 and 2048 tokens, unless given: to look, not to quote."
 )
-@click.option(
-    "--model",
-    "model_name",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+@json_option
 def serve(
     agents: int,
     tokens: int | None,
@@ -272,7 +259,7 @@ def serve(
 
     Example: kvd bench serve --agents 8 --json
     """
-    from kvd.bench.cli import fail
+    from kvd.cli_common import fail
     from kvd.model.paths import model_dir as models
     from kvd.model.registry import resolve
 

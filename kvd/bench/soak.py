@@ -17,19 +17,22 @@ from typing import NoReturn
 
 import click
 
-from kvd.bench.cli import fail
 from kvd.bench.harness import scratch_folder
 from kvd.bench.soak_run import Soak, SoakPlan, SoakReport
 from kvd.bench.soak_watch import WARM_UP_SHARE
+from kvd.cli_common import fail
+from kvd.cli_options import json_last_option, model_options
+from kvd.cli_types import SIZE
 from kvd.errors import InvalidParams, KvdError
-from kvd.model.sources import DEFAULT_MODEL
-from kvd.ops.sizes import format_size, parse_size
+from kvd.ops.sizes import format_size
 
 
 @click.command("soak")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help="How long.")
 @click.option("--clients", type=click.IntRange(1, 64), default=4, show_default=True, help="Client processes at a time.")
-@click.option("--budget", default="64MB", show_default=True, help="RAM for KV; small, so that pages come and go.")
+@click.option(
+    "--budget", type=SIZE, default="64MB", show_default=True, help="RAM for KV; small, so that pages come and go."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything that clients draw.")
 @click.option(
     "--kill-daemon-every",
@@ -40,25 +43,12 @@ from kvd.ops.sizes import format_size, parse_size
 @click.option("--agents", type=click.IntRange(2), default=5, show_default=True, help="Most agents of a client.")
 @click.option("--tokens", type=click.IntRange(64), default=1200, show_default=True, help="Length of an agent, about.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep data, logs and transcripts in this new folder.")
-@click.option(
-    "--model",
-    "model_name",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
+@model_options
+@json_last_option
 def soak(
     minutes: float,
     clients: int,
-    budget: str,
+    budget: int,
     seed: int,
     kill_every_s: float | None,
     agents: int,
@@ -85,7 +75,7 @@ def soak(
             seed=seed,
             model=str(resolve(model_name, models(model_dir)).path),
             model_dir=models(model_dir),
-            options=("--budget", str(parse_size(budget, what="budget"))),
+            options=("--budget", str(budget)),
             kill_daemon_every_s=kill_every_s,
             agents=agents,
             longest_tokens=tokens,

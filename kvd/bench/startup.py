@@ -17,14 +17,14 @@ from typing import Any
 
 import click
 
-from kvd.bench.cli import fail
 from kvd.bench.harness import DaemonProcess, drop_page_cache, scratch_folder
 from kvd.bench.many_agents import TAIL_TOKENS, make_agents
+from kvd.cli_common import fail
+from kvd.cli_options import json_option, model_options
 from kvd.errors import EnvironmentFault, KvdError
 from kvd.ids import Fingerprint
 from kvd.model.cache_spec import build_cache_spec
 from kvd.model.folder import ModelFolder
-from kvd.model.sources import DEFAULT_MODEL
 from kvd.scheduler.core import NUMERICS
 
 BAR_S = 1.0
@@ -162,21 +162,8 @@ def _log(daemon: DaemonProcess) -> list[dict[str, Any]]:
     "--pages", type=click.IntRange(0), default=8, show_default=True, help="Whole pages of each cache group an agent."
 )
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Starts of each kind.")
-@click.option(
-    "--model",
-    "model_name",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Installed model's name, or a folder in mlx-lm's layout.",
-)
-@click.option(
-    "--model-dir",
-    envvar="KVD_MODEL_DIR",
-    show_envvar=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of installed models [default: kvd-models in the user's data folder].",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_options
+@json_option
 def startup(agents: int, pages: int, repeats: int, model_name: str, model_dir: Path | None, as_json: bool) -> None:
     """Time from starting the daemon to its first possible answer, with many agents on disk against none.
 

@@ -25,13 +25,14 @@ from typing import Final
 import click
 import xxhash
 
-from kvd.bench.cli import fail
 from kvd.bench.eviction_speed import BAR_US, Speed, measure
 from kvd.bench.harness import drop_page_cache, scratch_folder
 from kvd.bench.swap_rig import Rig, agent_buffer, smollm2_layout
+from kvd.cli_common import fail
+from kvd.cli_options import fixed_format_option, json_option
 from kvd.errors import EnvironmentFault, InvalidParams, KvdError
 from kvd.ids import SpaceId
-from kvd.quant.spec import NAMED_FORMATS, PAGE_TOKENS
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.store.swap_thread import READERS
 
 READ_BAR: Final = 0.7
@@ -262,9 +263,7 @@ def _side(
 
 @click.command("swap")
 @click.option("--tokens", type=click.IntRange(1), default=8192, show_default=True, help="Length of the agent.")
-@click.option(
-    "--kv-format", type=click.Choice(list(NAMED_FORMATS)), default="k8v4", show_default=True, help="Page format."
-)
+@fixed_format_option("k8v4")
 @click.option(
     "--repeats", type=click.IntRange(1), default=7, show_default=True, help="Passes after the first; medians count."
 )
@@ -276,7 +275,7 @@ def _side(
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="A folder on the disk to be measured [default: a temporary one].",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def swap(tokens: int, kv_format: str, repeats: int, pages: int, folder: Path | None, as_json: bool) -> None:
     """Swap-out and swap-in of one agent, beside plain writes and reads of the same files; the page table's speed.
 

@@ -20,9 +20,10 @@ from typing import TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from kvd.ops.levels import LEVELS
+
 __all__ = ["LEVELS", "LogSetup", "RequestLine", "get_logger", "request_line", "setup_logging"]
 
-LEVELS = ("debug", "info", "warning", "error")
 _CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3", "watchdog")
 """Libraries whose `info` is noise to us: they are held at `warning`."""
 

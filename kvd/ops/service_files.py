@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from kvd.errors import InvalidParams
+
 LABEL: Final = "io.kvd.daemon"
 MARK: Final = "made by `kvd service install`"
 """A line of every file that is installed: who wrote it, and who may take it away."""
@@ -150,10 +152,10 @@ def literal(text: str) -> str:
     """Text in a unit file that is no specifier of systemd's, whatever percent signs it has.
 
     Raises:
-        ValueError: it has a line break, which no unit file can hold.
+        InvalidParams: it has a line break, which no unit file can hold.
     """
     if "\n" in text or "\r" in text:
-        raise ValueError(f"a path with a line break cannot stand in a unit file: {text!r}")
+        raise InvalidParams(f"a path with a line break cannot stand in a unit file: {text!r}", parameter="path")
     return text.replace("%", "%%")
 
 

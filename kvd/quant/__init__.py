@@ -13,9 +13,15 @@
 Nothing here imports from vm, store, attention, scheduler or front.
 """
 
-from kvd.quant.codec import decode, encode
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from kvd.quant.errors import ConditioningDamaged, NonFiniteValues
 from kvd.quant.spec import NAMED_FORMATS, PAGE_TOKENS, LayerFormat, PageFormat, PageLayout, SideFormat, named_format
+
+if TYPE_CHECKING:
+    from kvd.quant.codec import decode, encode
 
 __all__ = [
     "NAMED_FORMATS",
@@ -30,3 +36,11 @@ __all__ = [
     "encode",
     "named_format",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("decode", "encode"):  # what only counts bytes does without numpy
+        from kvd.quant import codec
+
+        return getattr(codec, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

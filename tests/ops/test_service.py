@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from kvd import cli_service
 from kvd.cli import main
+from kvd.errors import InvalidParams
 from kvd.ops.errors import ServiceRefused
 from kvd.ops.service import Launchd, Ran, SystemdUser, run_command
 from kvd.ops.service_files import (
@@ -237,7 +238,7 @@ def test_commands_that_cannot_run() -> None:
 def test_literal_paths() -> None:
     """Percent signs are systemd's; a line break cannot be said at all."""
     assert literal("/50%/x") == "/50%%/x"
-    with pytest.raises(ValueError, match="line break"):
+    with pytest.raises(InvalidParams, match="line break"):
         literal("/a\nb")
 
 
