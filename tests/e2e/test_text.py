@@ -324,6 +324,7 @@ def test_tokenize_says_how_much_it_takes(daemon: Daemon) -> None:
     with pytest.raises(errors.InvalidParams, match="at most 1000000 bytes here, not 1000002") as refused:
         daemon.client.tokenize("é" * 500_001)
     assert refused.value.data["parameter"] == "text"
+    assert daemon.client.call("tokenize", {"text": "a b" * 350_000, "count_only": True})["count"] > 350_000
 
 
 @pytest.mark.parametrize(("prompt", "asked", "made"), [(1020, 4, 4), (1020, 5, 4), (1020, 3, 3), (1024, 1, 0)])
