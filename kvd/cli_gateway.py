@@ -38,7 +38,7 @@ DEFAULT_LISTEN = "127.0.0.1:8787"
     envvar="KVD_GATEWAY_API_KEY_FILE",
     show_envvar=True,
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Keys that clients must send, one a line, KEY or KEY NAMESPACE; mode 0600.",
+    help="Keys that clients must send, one a line, KEY or KEY NAMESPACE; mode 0600. Read again when it changes.",
 )
 @click.option(
     "--allow-host",
@@ -201,11 +201,13 @@ def gateway(
         socket = None  # another folder was named on the spot: its daemon is meant
     try:
         host, port = parse_address(listen)
+        key_file = None if api_key_file is None else api_key_file.expanduser().absolute()
         settings = GatewaySettings(
             socket=resolve_socket(socket, data_dir),
             host=host,
             port=port,
-            keys=read_key_file(api_key_file.expanduser()) if api_key_file else KeyRing(),
+            keys=KeyRing() if key_file is None else read_key_file(key_file),
+            key_file=key_file,
             allowed_hosts=host_names(allow_host),
             namespace=namespace,
             aliases=alias,

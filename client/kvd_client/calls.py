@@ -51,6 +51,8 @@ class Options(TypedDict, total=False):
         on_context_full: when prompt and `max_tokens` exceed the model's context: refuse ("error"), or "stop" there.
         priority: "background" starts when nothing "interactive" waits ("interactive").
         timeout_s: the daemon cancels the call so many seconds after it came, and keeps what it computed (None: never).
+        ttl_s: a new agent is deleted so many seconds after its last use; one that has an end gets this one (None: a new
+            agent is kept).
         response_format: the form of the new text: `{"type": "json_object"}`, or `{"type": "json_schema",
             "json_schema": {"schema": ...}}` (None: any).
     """
@@ -69,6 +71,7 @@ class Options(TypedDict, total=False):
     on_context_full: Literal["error", "stop"]
     priority: Literal["interactive", "background"]
     timeout_s: float | None
+    ttl_s: float | None
     response_format: Mapping[str, Any] | None
 
 

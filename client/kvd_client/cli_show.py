@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 _DIGEST = re.compile(r"-[0-9a-f]{8,}\b")
-_TIMESTAMPS = ("created_s",)
+_TIMESTAMPS = ("created_s", "expires_s", "used_s")
 
 
 def size(size_bytes: int) -> str:
@@ -107,7 +107,7 @@ def fact_lines(facts: Mapping[str, Any], *, columns: int | None = None) -> list[
 
 
 def agent_table(agents: Sequence[Mapping[str, Any]], *, namespaces: bool) -> list[str]:
-    """The agents, one a line under a heading.
+    """The agents, one a line under a heading; with how long they have where some have an end.
 
     Args:
         agents: facts of each.
@@ -116,7 +116,8 @@ def agent_table(agents: Sequence[Mapping[str, Any]], *, namespaces: bool) -> lis
     if not agents:
         return ["no agents yet"]
     heading = ["agent", *(["namespace"] if namespaces else []), "tokens", "in RAM", "on disk", "pinned", "durable"]
-    rows = [[*heading, "format"]]
+    has_ends = any(agent.get("expires_s") is not None for agent in agents)
+    rows = [[*heading, "format", *(["ends"] if has_ends else [])]]
     for agent in agents:
         swapped = int(agent.get("swapped_pages", 0))
         rows.append(
@@ -129,6 +130,7 @@ def agent_table(agents: Sequence[Mapping[str, Any]], *, namespaces: bool) -> lis
                 value_text("pinned", agent.get("pinned")),
                 value_text("durable", agent.get("durable")),
                 format_name(str(agent.get("kv_format", ""))),
+                *([_end(agent.get("expires_s"))] if has_ends else []),
             ]
         )
     right = {heading.index(name) for name in ("tokens", "in RAM", "on disk")}
@@ -137,6 +139,17 @@ def agent_table(agents: Sequence[Mapping[str, Any]], *, namespaces: bool) -> lis
         "  ".join(f"{cell:{'>' if at in right else '<'}{widths[at]}}" for at, cell in enumerate(row)).rstrip()
         for row in rows
     ]
+
+
+def _end(expires_s: object) -> str:
+    """How long until an agent ends; a dash for never."""
+    if not isinstance(expires_s, int | float):
+        return "-"
+    left_s = max(0.0, expires_s - time.time())
+    for unit, unit_s in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if left_s >= 2 * unit_s:
+            return f"in {left_s // unit_s:.0f} {unit}"
+    return "now"
 
 
 def pages(count: int) -> str:

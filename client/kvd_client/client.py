@@ -198,10 +198,21 @@ class Client:
         """One agent."""
         return self._run(calls.on_agent("info", agent, namespace or self.namespace))
 
-    def fork(self, agent: str, new_agent: str, tokens: int | None = None, *, namespace: str | None = None) -> AgentInfo:
-        """Make `new_agent` share the first `tokens` tokens (all) of `agent`; returns the new one."""
-        call = calls.on_agent("fork", agent, namespace or self.namespace, new_agent=new_agent, tokens=tokens)
-        return self._run(call)
+    def fork(
+        self,
+        agent: str,
+        new_agent: str,
+        tokens: int | None = None,
+        *,
+        ttl_s: float | None = None,
+        namespace: str | None = None,
+    ) -> AgentInfo:
+        """Make `new_agent` share the first `tokens` tokens (all) of `agent`; returns the new one.
+
+        It is kept, or deleted `ttl_s` seconds after its last use.
+        """
+        given = {"new_agent": new_agent, "tokens": tokens, "ttl_s": ttl_s}
+        return self._run(calls.on_agent("fork", agent, namespace or self.namespace, **given))
 
     def rollback(self, agent: str, tokens: int, *, namespace: str | None = None) -> AgentInfo:
         """Cut the agent to its first `tokens` tokens."""

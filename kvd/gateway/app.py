@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from kvd.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
 from kvd.gateway.around import Around, Log, dialect_of
+from kvd.gateway.auth import KeyKeeper
 from kvd.gateway.backend import Backend, ModelFacts
 from kvd.gateway.canonical import Canonical, header_rules
 from kvd.gateway.conversations import Conversations, Uses
@@ -29,7 +30,7 @@ from kvd.gateway.settings import GatewaySettings
 from kvd.gateway.sse import JsonReply
 from kvd.gateway.streams import unless_gone
 from kvd.gateway.turns import Plan, Turns, Writer
-from kvd_client import AsyncClient, KvdClientError
+from kvd_client import AgentInfo, AsyncClient, KvdClientError
 
 REAP_EVERY_S = 60.0
 
@@ -64,7 +65,8 @@ class Gateway:
         self.metrics = Metrics(self.conversations)
         self._backend = Backend(client, settings.aliases, clock=clock)
         self._turns = Turns(self._backend, self.conversations, self.groups, settings, clock=clock)
-        self.app: ASGIApp = Around(self._routes(), settings, log, self.metrics, clock)
+        self._keys = KeyKeeper(settings.keys, settings.key_file, log, clock)
+        self.app: ASGIApp = Around(self._routes(), settings, log, self.metrics, clock, self._keys)
 
     def _routes(self) -> Router:
         handlers: tuple[tuple[str, str, Handler], ...] = (
@@ -226,17 +228,17 @@ class Gateway:
         await self._turns.close()
 
     async def adopt(self) -> None:
-        """Take over the agents of an earlier run: anonymous ones with the age that the daemon knows, others as new."""
+        """Take over the agents of an earlier run, last used when the daemon says; now where it does not say."""
         now_s, epoch_s = self.clock(), time.time()
+        namespaces = self._keys.ring.namespaces() or {self.settings.namespace}
+        ages: list[tuple[float, AgentInfo]] = []
         for agent in await self.client.agents():
-            if agent.namespace not in self.settings.namespaces or not agent.agent.startswith(PREFIX):
-                continue
-            if agent.agent.startswith(ANONYMOUS_PREFIX):
-                created = agent.server.get("created_s")
-                age_s = max(0.0, epoch_s - created) if isinstance(created, int | float) else 0.0
-                self.conversations.adopt(agent.namespace, agent.agent, now_s - age_s)
-            else:
-                self.groups.adopt(agent.namespace, agent.agent, now_s)
+            if agent.namespace in namespaces and agent.agent.startswith(PREFIX):
+                used = agent.server.get("used_s")
+                ages.append((max(0.0, epoch_s - used) if isinstance(used, int | float) else 0.0, agent))
+        for age_s, agent in sorted(ages, key=lambda each: -each[0]):
+            held = self.conversations if agent.agent.startswith(ANONYMOUS_PREFIX) else self.groups
+            held.adopt(agent.namespace, agent.agent, now_s - age_s)
 
     async def reap(self) -> None:
         """Delete the agents whose time is over; those that the daemon does not delete now are tried again."""

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvd.gateway.answers import new_id
-from kvd.gateway.auth import check_host, check_key
+from kvd.gateway.auth import KeyKeeper, check_host, check_key
 from kvd.gateway.bodies import Bodies, Body
 from kvd.gateway.errors import ApiError, ClientGone, Dialect
 from kvd.gateway.metrics import Metrics
@@ -37,6 +37,9 @@ class Log(Protocol):
     def warning(self, event: str, **facts: object) -> object:
         """What did not."""
 
+    def error(self, event: str, **facts: object) -> object:
+        """What somebody has to see to."""
+
     def exception(self, event: str, **facts: object) -> object:
         """A bug, with its traceback."""
 
@@ -50,13 +53,21 @@ class Around:
         log: gets one line a request.
         metrics: counts it.
         clock: monotonic seconds.
+        keys: who may come in.
     """
 
     def __init__(
-        self, inner: ASGIApp, settings: GatewaySettings, log: Log, metrics: Metrics, clock: Callable[[], float]
+        self,
+        inner: ASGIApp,
+        settings: GatewaySettings,
+        log: Log,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        keys: KeyKeeper,
     ) -> None:
         self._inner = inner
         self._settings = settings
+        self._keys = keys
         self._log = log
         self._metrics = metrics
         self._clock = clock
@@ -110,7 +121,7 @@ class Around:
         settings = self._settings
         check_host(headers.get("host"), settings.allowed_hosts)
         if record.path not in UNGUARDED:
-            record.namespace = check_key(settings.keys, headers, settings.namespace)
+            record.namespace = check_key(self._keys.ring, headers, settings.namespace)
         if record.method == "POST":
             media = headers.get("content-type", "").partition(";")[0].strip().lower()
             if media != "application/json":  # a browser may not send that to a foreign site without asking first

@@ -11,15 +11,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kvd.gateway.errors import ApiError, GatewayConfigError
 
 MIN_KEY_CHARACTERS = 16
+LOOK_S = 1.0
 KEY_NAMESPACE_PREFIX = "key-"
 """And 16 hex digits: the namespace of a key that names none."""
 
@@ -97,6 +100,70 @@ def read_key_file(path: Path) -> KeyRing:
     return KeyRing(tuple(found.items()))
 
 
+class KeyLog(Protocol):
+    """Where it is said that keys changed, or could not."""
+
+    def info(self, event: str, **facts: object) -> object:
+        """New keys are in force."""
+
+    def error(self, event: str, **facts: object) -> object:
+        """A changed file is no use."""
+
+
+class KeyKeeper:
+    """The keys in force: those of a file as it is now, looked at every `LOOK_S` at most. Owner: the event loop.
+
+    A file that is changed to something that cannot be used, or taken away, leaves the keys as they were and is logged:
+    nobody who may come in is locked out by a slip of an editor, and nobody else gets in by it.
+
+    Args:
+        ring: the keys at the start.
+        path: their file; None: they never change.
+        log: hears of changes.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, ring: KeyRing, path: Path | None, log: KeyLog, clock: Callable[[], float]) -> None:
+        self._ring = ring
+        self._path = path
+        self._log = log
+        self._clock = clock
+        self._looked_s = -math.inf
+        self._seen: tuple[int, ...] | None = None
+
+    @property
+    def ring(self) -> KeyRing:
+        """The keys in force now."""
+        if self._path is not None and self._clock() - self._looked_s >= LOOK_S:
+            self._looked_s = self._clock()
+            self._look(self._path)
+        return self._ring
+
+    def _look(self, path: Path) -> None:
+        before = _stamp(path)
+        if before == self._seen:
+            return
+        # seen is what was there before the reading: what is written meanwhile is read the next time
+        self._seen = before
+        try:
+            found = read_key_file(path)
+        except KeyFileError as error:
+            self._log.error("api_keys_kept", file=str(path), reason=str(error), keys=len(self._ring.digests))
+            return
+        if found != self._ring:
+            self._ring = found
+            self._log.info("api_keys_changed", file=str(path), keys=len(found.digests))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What differs between two states of a file; empty where there is none."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return ()
+    return (facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size)
+
+
 def check_key(keys: KeyRing, headers: Mapping[str, str], default_namespace: str) -> str:
     """The namespace of a request.
 
@@ -156,4 +223,4 @@ def _is_address(name: str) -> bool:
     return True
 
 
-__all__ = ["KeyFileError", "KeyRing", "check_host", "check_key", "read_key_file"]
+__all__ = ["LOOK_S", "KeyFileError", "KeyKeeper", "KeyRing", "check_host", "check_key", "read_key_file"]

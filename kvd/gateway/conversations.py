@@ -12,7 +12,8 @@ gateway) the daemon's sharing of pages by text still makes whole pages hits.
 
 A conversation is a chain of digests, one for each message and all before it. The table maps digests to points of
 agents, the latest wins. Anonymous agents expire after a time without use, the oldest first when there are too many;
-those that an earlier run of the gateway left are adopted with the age that the daemon knows. An agent is noted before
+those that an earlier run of the gateway left are adopted with the age that the daemon knows. The daemon is told the
+same time with every turn, and ends agents by itself where no gateway is left to do so. An agent is noted before
 it is made and forgotten when the daemon has none of that name any more, not before: a delete that is refused comes
 again. Agents of groups are found by their names and only have an end (`Uses`). Pure: time is given. May import the
 standard library.
@@ -182,9 +183,9 @@ class Uses:
         self._used_s.pop((namespace, agent), None)  # the dictionary's order is that of the uses
         self._used_s[namespace, agent] = now_s
 
-    def adopt(self, namespace: str, agent: str, now_s: float) -> None:
-        """An agent of an earlier run, of whose uses nothing is known: its time begins now."""
-        self._used_s.setdefault((namespace, agent), now_s)
+    def adopt(self, namespace: str, agent: str, used_s: float) -> None:
+        """An agent of an earlier run, and when it was used last; what is known already is not made older."""
+        self._used_s.setdefault((namespace, agent), used_s)
 
     def forget(self, namespace: str, agent: str) -> None:
         """An agent is gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ BODY_S = 60.0
 DEFAULT_MAX_TOKENS = 4096
 DEFAULT_ANONYMOUS_TTL_S = 86_400.0
 DEFAULT_GROUP_TTL_S = 30 * 86_400.0
+LONGEST_TTL_S = 10 * 366 * 86_400.0
+"""The daemon's own."""
 DEFAULT_PING_S = 15.0
 MAX_ANONYMOUS = 1000
 
@@ -35,6 +38,7 @@ class GatewaySettings:
         socket: the daemon's socket.
         host, port: where to listen; port 0 takes a free one.
         keys: API keys; none lets every user of this machine in.
+        key_file: where they are from, read again when it changes.
         allowed_hosts: names that a Host header may have besides IP addresses and `localhost`.
         namespace: of all requests when there are no keys.
         aliases: names (with `*`) under which the loaded model is served, too.
@@ -54,6 +58,7 @@ class GatewaySettings:
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     keys: KeyRing = KeyRing()  # noqa: RUF009  (frozen)
+    key_file: Path | None = None
     allowed_hosts: frozenset[str] = frozenset()
     namespace: str = "default"
     aliases: tuple[str, ...] = ()
@@ -78,18 +83,14 @@ class GatewaySettings:
         _within("max-body", self.max_body_bytes, 1024, LARGEST_BODY_BYTES)
         _within("default-max-tokens", self.default_max_tokens, 1, 1_000_000)
         _within("max-anonymous", self.max_anonymous, 1, 1_000_000)
-        for name, value in (
-            ("anonymous-ttl", self.anonymous_ttl_s),
-            ("group-ttl", self.group_ttl_s),
-            ("ping", self.ping_s),
+        for name, value, most in (
+            ("anonymous-ttl", self.anonymous_ttl_s, LONGEST_TTL_S),
+            ("group-ttl", self.group_ttl_s, LONGEST_TTL_S),
+            ("ping", self.ping_s, math.inf),
         ):
-            if not value > 0:
-                raise GatewayConfigError(f"{name} must be above 0 seconds, not {value:g}")
-
-    @property
-    def namespaces(self) -> frozenset[str]:
-        """All namespaces that requests can come to."""
-        return self.keys.namespaces() or frozenset({self.namespace})
+            if not 0 < value <= most:
+                at_most = f" and at most {most:.0f}" if most < math.inf else ""
+                raise GatewayConfigError(f"{name} must be above 0 seconds{at_most}, not {value:g}")
 
 
 def is_loopback(host: str) -> bool:

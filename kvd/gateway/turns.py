@@ -139,16 +139,19 @@ class Turns:
         identity = identify(request.headers, plan.body, plan.messages)
         record.identity, namespace, agent = identity.source, record.namespace, identity.agent
         ended: Callable[[Answer | None], None] = _nothing
+        ttl_s: float | None = None
         record.show_divergence = self._settings.show_divergence
         if agent is None:
             agent = new_id(ANONYMOUS_PREFIX)
             # known before it is made: whatever becomes of this request, it has an end
             self._conversations.note(namespace, agent, (), self._clock())
-            ended = await self._anonymous(namespace, agent, plan)
+            ended, ttl_s = await self._anonymous(namespace, agent, plan), self._settings.anonymous_ttl_s
         elif agent.startswith(PREFIX):
             self._groups.use(namespace, agent, self._clock())
+            ttl_s = self._settings.group_ttl_s
         record.agent = agent
-        client, options = self._backend.client, {**plan.options, "stream": plan.stream}
+        # the daemon ends the agent when this process can do so no more
+        client, options = self._backend.client, {**plan.options, "stream": plan.stream, "ttl_s": ttl_s}
         if plan.messages is None:
             stream = client.generate_stream(agent, plan.text, namespace=namespace, **options)
         else:
@@ -188,7 +191,9 @@ class Turns:
         if source is None:
             return None
         try:
-            await self._backend.client.fork(source.agent, agent, source.tokens, namespace=namespace)
+            await self._backend.client.fork(
+                source.agent, agent, source.tokens, ttl_s=self._settings.anonymous_ttl_s, namespace=namespace
+            )
         except AgentNotFound:  # it was deleted: the turn starts from what the namespace shares
             self._conversations.forget(namespace, source.agent)
             return None

@@ -224,6 +224,8 @@ class Agent:
         pinned: the user pinned the agent: its current branch is held in RAM.
         logged: the agent has a log on disk.
         created_s: wall clock of the first record.
+        ttl_s: it ends so long after its last use; None: never.
+        used_s: wall clock of its last use, as `EngineCore.wall_s` tells it.
         turns: what its turns came to.
     """
 
@@ -241,6 +243,8 @@ class Agent:
     counted_on: bool = False
     pinned: bool = False
     created_s: float = 0.0
+    ttl_s: float | None = None
+    used_s: float = 0.0
     logged: bool = False
     turns: TurnFigures = field(default_factory=TurnFigures)
 

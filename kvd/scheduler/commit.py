@@ -286,7 +286,7 @@ def _record(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         kind=kind if agent.logged else "create",
         time_s=time.time(),
         numerics=core.numerics,
-        meta={"pinned": agent.pinned, "created_s": agent.created_s},
+        meta={"pinned": agent.pinned, "created_s": agent.created_s, "ttl_s": agent.ttl_s},
     )
 
 

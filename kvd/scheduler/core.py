@@ -20,6 +20,7 @@ from kvd.model.loader import LoadedModel
 from kvd.quant.codec import CODEC_VERSION
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import Agent, Baseline, Branch, TurnFigures, baseline_on_parent
+from kvd.scheduler.endings import mark_passing
 from kvd.scheduler.governor import WriteGovernor
 from kvd.scheduler.journal import Journal
 from kvd.scheduler.limits import Limits, LimitSettings
@@ -89,6 +90,7 @@ class EngineStatistics:
 
     Attributes:
         requests_busy: ended since there was no room: they got nowhere, and held nothing that others could use.
+        agents_expired: deleted since their time was over.
         pages_given_up: page files deleted to keep to the quota, although agents had them.
         tokens_shared: of the reused tokens, those in pages that another agent computed.
         swap_in_waited_s: turns waited for pages, each by itself.
@@ -107,6 +109,7 @@ class EngineStatistics:
     tokens_replayed: int = 0
     requests: int = 0
     turns_not_durable: int = 0
+    agents_expired: int = 0
     records_written: int = 0
     preemptions: int = 0
     max_batch: int = 1
@@ -202,6 +205,7 @@ class EngineCore:
         self.backend = backend
         self.chunk_tokens = chunk_tokens
         self.clock = clock
+        self._epoch_s = time.time() - clock()
         self.log = log
         self.swap_off = swap_off
         self.governor = WriteGovernor(write_limit_bytes, clock)
@@ -248,6 +252,10 @@ class EngineCore:
             self.stats.requests - self.stats.requests_busy,
         )
 
+    def wall_s(self) -> float:
+        """Seconds since the epoch, by the wall clock as it was at the start: setting it moves nothing."""
+        return self._epoch_s + self.clock()
+
     # ---- text -------------------------------------------------------------------------------------------------------
 
     def encode(self, typed: TypedText, *, at_start: bool) -> tuple[list[int], list[int]]:
@@ -292,6 +300,8 @@ class EngineCore:
             self.memory.apply(Pinned(branch.space))
         agent.current = branch.branch_id
         branch.last_used = self.agents.tick()
+        if agent.ttl_s is not None:
+            mark_passing(self, agent)
 
     def close_branch(self, agent: Agent, branch: Branch) -> None:
         """Let go of a branch: its pages are unmapped; a compaction takes it out of the log once that pays."""

@@ -29,6 +29,7 @@ from kvd.scheduler.admission import context_full
 from kvd.scheduler.agents import Agent, Baseline, Branch, page_runs
 from kvd.scheduler.commit import commit, delete_agent, make_recordable, sweep
 from kvd.scheduler.core import EngineCore
+from kvd.scheduler.endings import give_end, use
 from kvd.scheduler.file_steps import file_step, port_path, resumable, swap_answer
 from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.restore import restore_branch
@@ -272,7 +273,7 @@ def _own_record(core: EngineCore, agent: Agent, record: AgentRecord) -> AgentRec
         kind="snapshot" if agent.logged else "create",
         branch=agent.next_branch,
         segments=tuple(segments),
-        meta={"pinned": False, "created_s": agent.created_s},
+        meta={"pinned": False, "created_s": agent.created_s, "ttl_s": None},
     )
 
 
@@ -318,6 +319,8 @@ def _take_in(core: EngineCore, agent: Agent, branch: Branch, old: Agent | None) 
     others = list(agent.branches.values())
     agent.branches[branch.branch_id] = branch
     agent.next_branch = branch.branch_id + 1
+    give_end(core, agent, None)
+    use(core, agent)
     core.make_current(agent, branch)
     for other in others:
         core.close_branch(agent, other)
@@ -346,7 +349,7 @@ def _compute_lost(
     )
     branch = restore_branch(core, agent.ref, record.branch, stored, [])
     branch.logged, branch.baseline = False, Baseline()
-    before = agent.current
+    before, ttl_s, agent.ttl_s = agent.current, agent.ttl_s, None
     agent.branches[branch.branch_id] = branch
     agent.next_branch = branch.branch_id + 1
     if old is None:
@@ -362,6 +365,7 @@ def _compute_lost(
         if old is None:
             yield from delete_agent(core, agent)
         else:
+            agent.ttl_s = ttl_s
             core.make_current(agent, agent.branches[before])
             core.close_branch(agent, branch)
             sweep(core)

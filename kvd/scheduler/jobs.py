@@ -14,6 +14,7 @@ from kvd.ids import AgentId
 from kvd.scheduler.admission import refuse_over_budget, refuse_pin_over_budget, reserve
 from kvd.scheduler.agents import NOT_WRITTEN, Agent
 from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable, unsaved_others
+from kvd.scheduler.endings import give_end, is_due, use
 from kvd.scheduler.errors import NotDeleted
 from kvd.scheduler.exporting import export_agent
 from kvd.scheduler.importing import import_agent
@@ -58,6 +59,7 @@ def run_job(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
         "import": import_agent,
         "wake": _wake,
         "verify": _verify,
+        "expire": _expire,
     }
     return operations[request.operation](core, request, stop)
 
@@ -72,6 +74,10 @@ def _fork(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     tokens = parent.branch.border_at_most(tokens)
     refuse_over_budget(core, parent, parent.branch, tokens)
     child = yield from core.fork_agent(parent, child_ref, tokens, stop)
+    ttl_s = request.arguments.get("ttl_s")
+    give_end(core, child, ttl_s if isinstance(ttl_s, float) else None)
+    use(core, child)
+    use(core, parent)
     return (yield from _save_and_tell(core, child, "create", stop))
 
 
@@ -81,6 +87,7 @@ def _rollback(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     tokens = branch.border_at_most(_cut_point(branch.tokens, request.arguments["tokens"]))
     refuse_over_budget(core, agent, branch, tokens)
     yield from cut_held(core, branch, tokens, stop)
+    use(core, agent)
     return (yield from _save_and_tell(core, agent, "rollback", stop))
 
 
@@ -95,6 +102,18 @@ def _delete(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     if error is not None:
         raise NotDeleted(f"{request.ref.agent} was not deleted, it is still there: {error}", agent=request.ref.agent)
     return {"agent": request.ref.agent, "deleted": True}
+
+
+def _expire(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
+    """Delete an agent whose time is over, if that is still so; the engine asks for it by itself."""
+    agent = core.agents.get(request.ref)
+    if not is_due(core, agent):
+        return agent_info(core, agent)
+    tokens = len(agent.branch.tokens)
+    deleted = yield from _delete(core, request, stop)
+    core.stats.agents_expired += 1
+    core.log("agent_expired", level="info", agent=str(agent.ref), ttl_s=agent.ttl_s, tokens=tokens)
+    return deleted
 
 
 def _pin(core: EngineCore, request: JobRequest, stop: Stop) -> Job:

@@ -36,12 +36,14 @@ TURN_NAMES = (
     "stop",
     "stream",
     "timeout_s",
+    "ttl_s",
     *SAMPLING_NAMES,
 )
 CHAT_NAMES = ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
 MAX_TIMEOUT_S = 1_000_000
+MAX_TTL_S = 10 * 366 * 86_400
 MAX_AGENTS = 64
 """Agents that one `inject` may add to: each is a request of its own in the queue."""
 MAX_ID_DIGITS = 10
@@ -203,13 +205,19 @@ class Params:
 
     def timeout_s(self) -> float | None:
         """Seconds after which the call is cancelled; None for never."""
-        if not self.has("timeout_s"):
+        return self._seconds("timeout_s", MAX_TIMEOUT_S)
+
+    def ttl_s(self) -> float | None:
+        """Seconds without a use after which a new agent ends; None for never."""
+        return self._seconds("ttl_s", MAX_TTL_S)
+
+    def _seconds(self, name: str, most: int) -> float | None:
+        """Seconds above 0, or None when absent."""
+        if not self.has(name):
             return None
-        value = self.number("timeout_s", 0.0)
-        if not 0 < value <= MAX_TIMEOUT_S:
-            raise InvalidParams(
-                f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S}, not {value}", parameter="timeout_s"
-            )
+        value = self.number(name, 0.0)
+        if not 0 < value <= most:
+            raise InvalidParams(f"{name} must be above 0 and at most {most}, not {value}", parameter=name)
         return value
 
     def mapping(self, name: str) -> Mapping[str, object] | None:

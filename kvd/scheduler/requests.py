@@ -55,6 +55,8 @@ class TurnRequest:
         priority: `background` starts when nothing `interactive` waits, and is preempted for it (see
             `kvd.scheduler.state`).
         timeout_s: it is cancelled so long after it came; None for never.
+        ttl_s: a new agent ends so long after its last use; an agent that has an end gets this one (see
+            `kvd.scheduler.endings`). None: a new agent has no end, and that of another stays as it is.
         connection: number of the caller's connection, for the log line.
         peer_pid: the caller's process, for the log line.
     """
@@ -75,6 +77,7 @@ class TurnRequest:
     on_context_full: OnContextFull = "error"
     priority: Priority = "interactive"
     timeout_s: float | None = None
+    ttl_s: float | None = None
     connection: int | None = None
     peer_pid: int | None = None
 
@@ -92,7 +95,7 @@ class JobRequest:
         request_id: unique over all connections.
         ref: the agent it concerns.
         operation: `fork`, `rollback`, `delete`, `pin`, `unpin`, `evict`, `prefetch`, `export`, `import`,
-            `verify`; `save`, `compact`, `wake` of the engine.
+            `verify`; `save`, `compact`, `wake`, `expire` of the engine.
         arguments: operation's own.
         internal: the engine asked for it: no client waits, no log line says so.
         connection: number of the caller's connection, for the log line.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvd.ids import AgentId, GroupId, Namespace
 from kvd.scheduler.agents import Agent, Branch, mark_committed
+from kvd.scheduler.endings import mark_passing
 from kvd.scheduler.requests import AgentRef
 from kvd.store.agent_image import AgentImage, BranchImage
 from kvd.store.page_file import PageHeader
@@ -70,10 +71,14 @@ def _agent(core: EngineCore, ref: AgentRef, image: AgentImage, notices: list[str
         seq=image.seq,
         pinned=bool(image.meta.get("pinned", False)),
         created_s=float(str(image.meta.get("created_s", 0.0))),
+        ttl_s=image.ttl_s,
+        used_s=min(image.used_s, core.wall_s()),
         logged=True,
     )
     for branch_id, stored in sorted(image.branches.items()):
         agent.branches[branch_id] = restore_branch(core, ref, branch_id, stored, notices)
+    if agent.ttl_s is not None:
+        mark_passing(core, agent)
     return agent
 
 

@@ -93,7 +93,7 @@ class KvdService:
             "tokenize": Tokenizing(self._text_parts, self._in_template).call,
             "agent.list": self._agent_list,
             "agent.info": self._agent_info,
-            "agent.fork": job("fork", "new_agent", "tokens"),
+            "agent.fork": job("fork", "new_agent", "tokens", "ttl_s"),
             "agent.rollback": job("rollback", "tokens"),
             "agent.pin": job("pin"),
             "agent.unpin": job("unpin"),
@@ -261,6 +261,7 @@ class KvdService:
             on_context_full=params.on_context_full(),
             priority=params.priority(),
             timeout_s=params.timeout_s(),
+            ttl_s=params.ttl_s(),
             connection=context.peer.connection,
             peer_pid=context.peer.pid,
         )
@@ -296,6 +297,8 @@ class KvdService:
                 if wanted is None and operation == "rollback":
                     raise InvalidParams("agent.rollback needs tokens (how many to keep)", parameter="tokens")
                 values["tokens"] = wanted
+            if "ttl_s" in arguments:
+                values["ttl_s"] = params.ttl_s()
             return await self._run_job(params.ref(), operation, values, context)
 
         return run

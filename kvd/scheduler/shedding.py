@@ -30,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvd.ids import PageId
+from kvd.scheduler.endings import is_passing
 from kvd.vm.events import FilesGone, PagesUnwanted, RetryWanted
 from kvd.vm.page import PageState
 
@@ -98,6 +99,7 @@ def _by_value(core: EngineCore) -> Iterator[tuple[AgentRef, PageId, int]]:
     """Pages that have a file and need no frame, the least valuable first: whose, which, and what it takes."""
     in_use = {each.space for each in core.pager.spaces if each.use.held or each.use.hint == "queued"}
     agents = sorted(core.agents, key=lambda agent: agent.branch.last_used)[:-1]
+    agents.sort(key=is_passing, reverse=True)
     able = [
         agent
         for agent in agents
@@ -109,7 +111,7 @@ def _by_value(core: EngineCore) -> Iterator[tuple[AgentRef, PageId, int]]:
     others.sort(key=lambda pair: pair[1].last_used)
     asleep = core.agents.asleep
     sleepers = [ref for ref, each in asleep.items() if not each.summary.pinned and ref not in core.agents.waking]
-    sleepers.sort(key=lambda ref: asleep[ref].row.updated_s)
+    sleepers.sort(key=lambda ref: (not is_passing(asleep[ref].summary), asleep[ref].row.updated_s))
     waits = _Waits(core)
     for agent, branch in others:
         yield from _pages(core, agent, branch, waits, behind_window=None)

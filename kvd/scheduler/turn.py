@@ -32,6 +32,7 @@ from kvd.scheduler.admission import new_tokens, refuse_long_text, refuse_over_bu
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.branches import close_surplus
 from kvd.scheduler.commit import Committed, Committing, commit
+from kvd.scheduler.endings import agent_of, use
 from kvd.scheduler.generation import Generation
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
 from kvd.scheduler.residence import Residence
@@ -160,7 +161,7 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
     sampler = Sampler(
         request.sampling, vocab_tokens=core.spec.vocab_tokens, hooks=request.hooks, logprobs=request.logprobs
     )
-    agent, is_new = core.agents.get_or_create(request.ref)
+    agent, is_new = agent_of(core, request)
     try:
         plan = _plan(core, agent, request)
         residence = state.residence = _residence(core, agent, plan, state)
@@ -178,6 +179,7 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
         finally:
             residence.close()
     finally:
+        use(core, agent)
         if is_new and not agent.logged and not any(branch.tokens for branch in agent.branches.values()):
             core.discard_agent(agent)
 

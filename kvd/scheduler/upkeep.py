@@ -1,8 +1,9 @@
-"""What the engine does for itself: save what a disk refused, compact logs that are mostly dead, wake agents.
+"""What the engine does for itself: save what a disk refused, compact logs, delete agents whose time is over, wake some.
 
 Decides only; the engine runs the jobs. Saves go ahead of requests that wait (a busy daemon would never come to them),
 ever more rarely while the disk refuses. Compactions wait until nothing else is to do: they save disk, not time. One
 that a full quota waits for goes ahead like a save: a daemon that is never idle would otherwise never save a turn again.
+So do deletions (`kvd.scheduler.endings`): they cost little, and free what others may want.
 
 Waking agents that nobody asked for, for the pages that they may have in common with others of a namespace in use, waits
 until nothing else is to do, too. It takes memory outside the budget (texts and ids), so it stops while memory is short,
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
+from kvd.scheduler.endings import due
 from kvd.scheduler.requests import AgentRef
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 MAX_SAVE_WAIT_S = 30.0
 """How far apart tries for unsaved turns get while the disk goes on refusing."""
 
+
+EXPIRY_LOOK_S = 10.0
+"""How often agents are looked for whose time is over; each is tried once a look, so a disk that refuses is no loop."""
 
 MAX_WOKEN_TOKENS = 1 << 20
 """Tokens of all agents that are woken unasked: their text, ids and index take about 100 bytes each."""
@@ -47,6 +52,8 @@ class Upkeep:
         self._least_wait_s = wait_s
         self._wait_s = 0.0
         self._next_save_s = 0.0
+        self._next_look_s = 0.0
+        self._expired: list[AgentRef] = []
         self._tried: set[AgentRef] = set()
         self._tokens_left = MAX_WOKEN_TOKENS
 
@@ -60,6 +67,11 @@ class Upkeep:
             for agent in self.unsaved()[:1]:
                 agent.last_save = self._core.agents.tick()
                 return agent.ref, "save"
+        while self._expired or self._clock() >= self._next_look_s:
+            if not self._expired:
+                self._expired, self._next_look_s = due(self._core), self._clock() + EXPIRY_LOOK_S
+            if self._expired:
+                return self._expired.pop(), "expire"
         for agent in self._core.agents:
             if agent.compaction_urgent and agent.logged:
                 return agent.ref, "compact"

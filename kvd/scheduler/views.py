@@ -13,6 +13,7 @@ from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
 from kvd.scheduler.branches import other_branch_bytes
 from kvd.scheduler.core import EngineCore
+from kvd.scheduler.endings import expires_s
 from kvd.scheduler.requests import AgentRef
 from kvd.store.sleeping import SleepingAgent
 from kvd.vm.codes import PINNED
@@ -48,6 +49,9 @@ def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
         "durable_reason": agent.unsaved,
         "kv_format": ", ".join(dict.fromkeys(branch.format_ids)),
         "created_s": agent.created_s,
+        "used_s": agent.used_s,
+        "ttl_s": agent.ttl_s,
+        "expires_s": expires_s(agent),
     }
 
 
@@ -111,6 +115,9 @@ def sleeping_info(core: EngineCore, ref: AgentRef, agent: SleepingAgent) -> dict
         "durable_reason": None,
         "kv_format": ", ".join(dict.fromkeys(format_ids)),
         "created_s": summary.created_s,
+        "used_s": summary.used_s,
+        "ttl_s": summary.ttl_s,
+        "expires_s": expires_s(summary),
     }
 
 
@@ -291,6 +298,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "preemptions": core.stats.preemptions,
         "requests": core.stats.requests,
         "turns_not_durable": core.stats.turns_not_durable,
+        "agents_expired": core.stats.agents_expired,
         "records_written": core.stats.records_written,
         **disk_facts(core),
         "disk_refusals": core.store.health.episodes,

@@ -186,6 +186,17 @@ class AgentImage:
         others = {number: each for number, each in self.branches.items() if number != branch}
         return replace(self, branches=others, current=max(others)) if others else None
 
+    @property
+    def used_s(self) -> float:
+        """Wall clock of the last record of any branch, compactions apart."""
+        return max((branch.time_s for branch in self.branches.values()), default=0.0)
+
+    @property
+    def ttl_s(self) -> float | None:
+        """The agent ends so long after its last use; None: never, or what the log says of it is no such thing."""
+        found = self.meta.get("ttl_s")
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) and found > 0 else None
+
     def page_ids(self) -> set[PageId]:
         """Every sealed page any branch maps."""
         return set().union(*(branch.page_ids() for branch in self.branches.values()))

@@ -83,7 +83,7 @@ class AgentRecord:
         segments: one per segment of each cache group.
         time_s: wall clock, seconds since the epoch (for people only).
         numerics: version of the arithmetic and of the codec that computed the KV.
-        meta: small extra facts (`named`: bool, `pinned`: bool, `formats`…); the last record's wins key by key.
+        meta: small extra facts (`pinned`: bool, `created_s`, `ttl_s`…); the last record's wins key by key.
     """
 
     seq: int

@@ -54,6 +54,8 @@ class AgentSummary:
         numerics: version of the arithmetic that computed it.
         pinned: the user pinned it.
         created_s: wall clock of its first record.
+        ttl_s: it ends so long after its last use; None: never.
+        used_s: wall clock of its last record.
     """
 
     computed_tokens: int
@@ -63,6 +65,8 @@ class AgentSummary:
     numerics: str
     pinned: bool
     created_s: float
+    ttl_s: float | None = None
+    used_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,8 @@ def pack_summary(image: AgentImage) -> bytes:
         branch.numerics,
         bool(image.meta.get("pinned", False)),
         float(str(image.meta.get("created_s", 0.0))),
+        image.ttl_s,
+        image.used_s,
     ]
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
@@ -114,7 +120,8 @@ def sleeping(row: AgentRow) -> SleepingAgent | None:
         return None
     try:
         fields: Any = msgpack.unpackb(row.summary, raw=False)
-        computed, text_bytes, format_ids, formats, numerics, pinned, created_s = fields
+        computed, text_bytes, format_ids, formats, numerics, pinned, created_s, *more = fields
+        ttl_s, used_s = more or (None, row.updated_s)  # rows of an older kvd say neither
         summary = AgentSummary(
             int(computed),
             int(text_bytes),
@@ -123,6 +130,8 @@ def sleeping(row: AgentRow) -> SleepingAgent | None:
             str(numerics),
             bool(pinned),
             float(created_s),
+            None if ttl_s is None else float(ttl_s),
+            float(used_s),
         )
     except (ValueError, TypeError, msgpack.UnpackException):
         return None

@@ -212,6 +212,14 @@ class Unpinned:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkedPassing:
+    """Nobody is (or, after all, somebody is) expected to come back to the space: its pages leave RAM before others'."""
+
+    space: SpaceId
+    is_passing: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EvictionWanted:
     """The user asked to evict the space (dirty pages are written first)."""
 
@@ -329,6 +337,7 @@ Event = (
     | SpaceClosed
     | Pinned
     | Unpinned
+    | MarkedPassing
     | EvictionWanted
     | PagesUnwanted
     | WritesAllowed

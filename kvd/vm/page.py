@@ -108,6 +108,7 @@ class SpaceUse:
         active: a request runs on the space.
         pinned: the user pinned the space.
         unpinned_pages: of a pinned space, pages that it needs and its pin does not hold (`kvd.vm.pins`).
+        passing: nobody is expected to come back to it.
         evict_wanted: the user asked to evict it and nothing has used it since.
         hint: `queued` or `hint` while it is to be loaded ahead for a turn; None when it is not, or since it ran.
         predicted: how soon it is expected to run, 0 the soonest; None when it is not expected.
@@ -129,6 +130,7 @@ class SpaceUse:
     active: bool = False
     pinned: bool = False
     unpinned_pages: set[PageId] = field(default_factory=set)
+    passing: bool = False
     evict_wanted: bool = False
     hint: PrefetchReason | None = None
     predicted: int | None = None
@@ -168,9 +170,11 @@ class SpaceUse:
     def eviction_claim(self) -> tuple[int, int]:
         """As `claim`, for evictions: pages of the space with the least claim go first, whatever the policy.
 
-        A client's hint counts as a use and no more: nobody says that the turn it was for will ever come.
+        A client's hint counts as a use and no more: nobody says that the turn it was for will ever come. The claim of a
+        passing space is less than none.
         """
-        return (0, 0) if self.hint == "hint" and self.predicted is None else self.claim
+        claim = (0, 0) if self.hint == "hint" and self.predicted is None else self.claim
+        return (-1, 0) if self.passing and claim == (0, 0) else claim
 
     def began(self, turn: int) -> None:
         """A request starts on the space, at this turn of the pager's turn clock."""

@@ -387,6 +387,8 @@ class Pager:
                 self._pinned(event.space)
             case ev.Unpinned():
                 self._unpinned(event.space)
+            case ev.MarkedPassing():
+                self._space(event.space).use.passing = event.is_passing
             case ev.EvictionWanted():
                 self._eviction_wanted(event.space)
             case ev.PagesUnwanted():

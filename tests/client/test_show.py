@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -87,6 +88,19 @@ def test_the_table_fits_eighty_columns() -> None:
         assert max(map(len, lines)) <= 80
         assert ("team-a" in lines[2]) == namespaces
     assert lines[1].endswith("k8v4")
+
+
+def test_the_table_says_when_agents_end() -> None:
+    """In a column of its own, which is there when one of them does; `show` tells the time."""
+    ends = {"-": None, "in 30 d": 30.5 * 86_400, "in 25 h": 25.5 * 3600, "in 7 min": 450.0, "now": -5.0}
+    now_s = time.time()
+    rows = [agent("release-reviewer", expires_s=left_s and now_s + left_s) for left_s in ends.values()]
+    lines = agent_table(rows, namespaces=False)
+    assert max(map(len, lines)) <= 80
+    assert [line.split("  ")[-1].strip() for line in lines] == ["ends", *ends]
+    assert agent_table(rows[:1], namespaces=False)[0].endswith("format")
+    at = time.mktime((2031, 5, 6, 7, 8, 0, 0, 0, -1))
+    assert any("2031-05-06 07:08:00" in line for line in fact_lines(agent("a", expires_s=at)))
 
 
 def test_an_action_tells_what_is_not_safe() -> None:

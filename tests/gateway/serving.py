@@ -37,6 +37,10 @@ class LineLog:
         """Keep it."""
         self.lines.append(("warning", event, facts))
 
+    def error(self, event: str, **facts: object) -> None:
+        """Keep it."""
+        self.lines.append(("error", event, facts))
+
     def exception(self, event: str, **facts: object) -> None:
         """Keep it."""
         self.lines.append(("exception", event, facts))

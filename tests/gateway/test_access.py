@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from kvd.cli import main
 from kvd.gateway import GatewayConfigError, GatewaySettings, KeyFileError, KeyRing, parse_address, read_key_file
-from kvd.gateway.auth import check_host
+from kvd.gateway.auth import LOOK_S, KeyKeeper, check_host
 from kvd.gateway.errors import ApiError, CannotListen
 from kvd.gateway.serve import listening, run
 from kvd.gateway.settings import is_loopback
@@ -86,7 +86,51 @@ def test_keys_without_a_namespace_share_nothing(tmp_path: Path) -> None:
     assert len({ring.namespace_of(KEY), ring.namespace_of(other), "default"}) == 3
     assert ring.namespace_of("u" * 24) == "team"
     assert ring.namespace_of("v" * 24) is None
-    assert GatewaySettings(socket=tmp_path, keys=ring).namespaces == ring.namespaces()
+
+
+def test_keys_follow_their_file(scripted: ScriptedDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P37: a key that was taken out is refused from the next look on; a file that is no use changes nothing."""
+    monkeypatch.setattr("kvd.gateway.auth.LOOK_S", 0.0)
+    path = key_file(tmp_path, f"{KEY}\n")
+    with gateway(scripted.path, keys=read_key_file(path), key_file=path) as served:  # type: ignore[attr-defined]
+
+        def statuses() -> tuple[int, int]:
+            """Of the two keys."""
+            one, two = (served.ask("GET", "/v1/models", headers={"x-api-key": key}).status for key in (KEY, TEAM_KEY))
+            return one, two
+
+        def logged() -> list[str]:
+            return [event for _, event, _ in served.log.lines if event.startswith("api_keys")]
+
+        assert statuses() == (200, 401)
+        assert logged() == []
+        key_file(tmp_path, f"{KEY}\n{TEAM_KEY}\n")
+        assert statuses() == (200, 200)
+        key_file(tmp_path, f"{TEAM_KEY} team\n")
+        assert statuses() == (401, 200)
+        for spoilt in ("", "short\n"):
+            key_file(tmp_path, spoilt)
+            assert statuses() == (401, 200)
+        path.chmod(0o644)
+        assert statuses() == (401, 200)
+        path.unlink()
+        assert statuses() == (401, 200)
+        assert logged() == ["api_keys_changed"] * 2 + ["api_keys_kept"] * 4
+        key_file(tmp_path, f"{KEY}\n")
+        assert statuses() == (200, 401)
+
+
+def test_keys_are_looked_at_once_a_second(tmp_path: Path) -> None:
+    """Not with every request, by the given clock; a file whose change is undone says nothing."""
+    path, log, now = key_file(tmp_path, f"{KEY}\n"), LineLog(), [0.0]
+    keeper = KeyKeeper(read_key_file(path), path, log, lambda: now[0])
+    assert keeper.ring.namespace_of(KEY)
+    path = key_file(tmp_path, f"{TEAM_KEY}\n")
+    assert keeper.ring.namespace_of(KEY)
+    now[0] = LOOK_S
+    assert keeper.ring.namespace_of(KEY) is None
+    assert [event for _, event, _ in log.lines] == ["api_keys_changed"]
+    assert KeyKeeper(KeyRing(), None, log, lambda: now[0]).ring == KeyRing()
 
 
 @pytest.mark.parametrize("with_keys", [False, True])

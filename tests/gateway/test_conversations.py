@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from kvd.errors import AgentNotFound, Busy
+from kvd.gateway import GatewayConfigError, GatewaySettings
 from kvd.gateway.conversations import Conversations, Point, Uses, chain_of
 from tests.gateway.daemons import ScriptedDaemon, text
 from tests.gateway.serving import Served, gateway
@@ -264,7 +266,8 @@ def test_what_an_earlier_run_left_is_adopted(scripted: ScriptedDaemon) -> None:
     names = [("default", "gw:anonymous:old", 0.0), ("default", "gw:anonymous:young", now_s), ("default", "mine", 0.0)]
     names += [("other", "gw:anonymous:theirs", 0.0), ("default", "gw:user:ann:1", 0.0)]
     scripted.listed = [
-        {"namespace": namespace, "agent": agent, "created_s": created_s} for namespace, agent, created_s in names
+        {"namespace": namespace, "agent": agent, "used_s": used_s, "created_s": 0.0}
+        for namespace, agent, used_s in names
     ]
     try:
         with gateway(scripted.path) as served:  # type: ignore[attr-defined]
@@ -274,7 +277,7 @@ def test_what_an_earlier_run_left_is_adopted(scripted: ScriptedDaemon) -> None:
             served.run(served.gateway.reap())
     finally:
         scripted.listed = []
-    assert [gone["agent"] for gone in scripted.of("agent.delete")] == ["gw:anonymous:old"]
+    assert {gone["agent"] for gone in scripted.of("agent.delete")} == {"gw:anonymous:old", "gw:user:ann:1"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -290,3 +293,23 @@ def test_a_failed_turns_agent_is_known_by_name_only(served: Served, scripted: Sc
     turn(served, start)
     assert scripted.of("agent.fork") == []
     assert len(served.gateway.conversations) == known + 1
+
+
+def test_the_daemon_is_told_when_agents_end(scripted: ScriptedDaemon) -> None:
+    """P25: agents of nobody and of groups end where no gateway is left; a name of one's own is kept."""
+    with gateway(scripted.path, anonymous_ttl_s=60.0, group_ttl_s=600.0) as served:  # type: ignore[attr-defined]
+        turn(served, USER)
+        turn(served, USER, ANSWER, NEXT)
+        body = {"model": "tiny", "messages": [USER]}
+        served.post("/v1/chat/completions", {**body, "user": "ann"})
+        served.post("/v1/chat/completions", body, x_kvd_agent="me")
+    assert [asked.get("ttl_s") for asked in scripted.of("chat")] == [60.0, 60.0, 600.0, None]
+    assert [asked["ttl_s"] for asked in scripted.of("agent.fork")] == [60.0]
+
+
+@pytest.mark.parametrize("name", ["anonymous_ttl_s", "group_ttl_s"])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e12, float("inf")])
+def test_ends_that_the_daemon_would_refuse_are_refused_at_the_start(name: str, seconds: float, tmp_path: Path) -> None:
+    """With the bounds."""
+    with pytest.raises(GatewayConfigError, match="above 0 seconds and at most 316224000"):
+        GatewaySettings(socket=tmp_path, **{name: seconds})  # type: ignore[arg-type]

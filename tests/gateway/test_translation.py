@@ -86,6 +86,7 @@ def test_chat_asks_the_daemon_for_what_was_asked(served: Served, scripted: Scrip
         "priority": "background",
         "on_context_full": "stop",
         "stream": False,
+        "ttl_s": 30 * 86_400.0,
     }
 
 

@@ -1,0 +1,85 @@
+"""Agents with an end: they are deleted so long after their last use, whoever made them and whether he still lives.
+
+Theory of operation. A client that makes agents for requests that name none cannot be relied on to delete them: it may
+die. So the first turn of an agent, or the fork that makes it, may say `ttl_s`; it is in the agent's log, and the
+engine's upkeep looks for agents whose time is over. Every turn, injection, rollback and fork of an agent is a use of
+it. An agent that was made without an end never gets one: nobody loses a conversation because somebody else's request
+says `ttl_s`. While an agent is pinned its time does not end it.
+
+Time is a wall clock that was read once, at the start, and goes on with the monotonic one: a clock that is set while the
+daemon runs ends nobody.
+
+An agent that ends within two days is *passing*: its pages leave RAM, and the disk when the quota is full, before those
+of agents that are expected to come back, so that a flood of one-off requests costs the others nothing.
+
+Owner: the engine thread. May import siblings.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvd.scheduler.agents import Agent
+from kvd.scheduler.requests import AgentRef, TurnRequest
+from kvd.vm.events import MarkedPassing
+
+if TYPE_CHECKING:
+    from kvd.scheduler.core import EngineCore
+    from kvd.store.sleeping import AgentSummary
+
+PASSING_TTL_S: Final = 2 * 86_400.0
+
+
+def agent_of(core: EngineCore, request: TurnRequest) -> tuple[Agent, bool]:
+    """The agent that a turn is of, and whether it is new.
+
+    Raises:
+        LogUnreadable: as `AgentRegistry.find`.
+    """
+    agent, is_new = core.agents.get_or_create(request.ref)
+    if is_new or (agent.ttl_s is not None and request.ttl_s is not None):
+        give_end(core, agent, request.ttl_s)
+    use(core, agent)
+    return agent, is_new
+
+
+def give_end(core: EngineCore, agent: Agent, ttl_s: float | None) -> None:
+    """The agent ends so long after its last use; None: never."""
+    agent.ttl_s = ttl_s
+    mark_passing(core, agent)
+
+
+def mark_passing(core: EngineCore, agent: Agent) -> None:
+    """Tell the pager what the agent's branches are."""
+    for branch in agent.branches.values():
+        core.memory.apply(MarkedPassing(branch.space, is_passing(agent)))
+
+
+def is_passing(agent: Agent | AgentSummary) -> bool:
+    """Whether nobody is expected to come back to it."""
+    return agent.ttl_s is not None and agent.ttl_s <= PASSING_TTL_S
+
+
+def use(core: EngineCore, agent: Agent) -> None:
+    """It is used now."""
+    agent.used_s = core.wall_s()
+
+
+def expires_s(agent: Agent | AgentSummary) -> float | None:
+    """When it ends unless it is used before, seconds since the epoch; None: never."""
+    return None if agent.ttl_s is None or agent.pinned else agent.used_s + agent.ttl_s
+
+
+def is_due(core: EngineCore, agent: Agent | AgentSummary) -> bool:
+    """Whether its time is over."""
+    end_s = expires_s(agent)
+    return end_s is not None and core.wall_s() >= end_s
+
+
+def due(core: EngineCore) -> list[AgentRef]:
+    """Agents whose time is over, those that sleep included."""
+    awake = [agent.ref for agent in core.agents if is_due(core, agent)]
+    return awake + [ref for ref, sleeper in core.agents.asleep.items() if is_due(core, sleeper.summary)]
+
+
+__all__ = ["PASSING_TTL_S", "agent_of", "due", "expires_s", "give_end", "is_due", "is_passing", "mark_passing", "use"]
