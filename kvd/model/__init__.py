@@ -17,7 +17,8 @@
 - `answers`: reasoning, text and calls of what is generated; `call_ends`: where calls end; `recall`: which of what a
   model wrote says the same as a message; `rendering`: where it stands; `stand_ins`: for templates that want to see
   calls.
-- `grammar_text`: what an answer may be, as a grammar; `grammar`: the only door to llguidance, which makes masks of it.
+- `grammar_text`: what an answer may be, as a grammar, `grammar_tags` calls with arguments in tags; `grammar`: the only
+  door to llguidance, which makes masks of it.
 - `continuation`: chat messages that go on from whatever an agent holds.
 - `fingerprint`: the digest that keys every cached page.
 - `loader`: the only door to mlx_lm; `mlx_lm_door` keeps what of it is not used from being imported.

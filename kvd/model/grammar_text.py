@@ -22,6 +22,8 @@ from typing import Any, Final, Literal
 from kvd.errors import InvalidParams
 from kvd.model.answers import AnswerFormat, TokenNames, split_marker
 from kvd.model.errors import UnsupportedFeature
+from kvd.model.grammar_tags import DIALECT as TAGS
+from kvd.model.grammar_tags import tag_calls
 from kvd.model.tool_calls import JSON_DIALECTS, ToolDialect
 
 MAX_SCHEMA_CHARACTERS: Final = 65_536
@@ -32,6 +34,8 @@ CallRule = Literal["auto", "none", "required"]
 _JSON_OPTIONS: Final = {"whitespace_pattern": r"(\n[ ]{0,32}|[ ]{1,2})"}
 _MISTRAL: Final = "mistral"
 _MISTRAL_ARGUMENTS: Final = "[ARGS]"
+_HELD: Final = (*JSON_DIALECTS, _MISTRAL, TAGS)
+"""Forms of calls that masks can hold a model to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +191,10 @@ def _calls(
         return None
     if choice.only is not None:
         functions = [function for function in functions if function["name"] == choice.only]
-    if dialect.name not in (*JSON_DIALECTS, _MISTRAL) and (choice.only is not None or is_strict or not dialect.end):
+    if dialect.name not in _HELD and (choice.only is not None or is_strict or not dialect.end):
         raise UnsupportedFeature(
             f"this model writes calls in the form {dialect.name!r}, which masks cannot hold it to; strict tools and a "
-            f"tool_choice that names a function are for the forms {', '.join(JSON_DIALECTS)} and {_MISTRAL}; leave "
-            "them out",
+            f"tool_choice that names a function are for the forms {', '.join(_HELD)}; leave them out",
             feature="tools",
             parameter="tools",
             dialect=dialect.name,
@@ -215,6 +218,8 @@ def _tail(
     rules: _Rules, dialect: ToolDialect, functions: Sequence[Mapping[str, Any]], *, several: bool, is_loose: bool
 ) -> str:
     """What follows the marker that a call begins with."""
+    if dialect.name == TAGS:
+        return f"{tag_calls(rules, functions, is_loose=is_loose)} {rules.literal(dialect.end)}"
     is_json = dialect.name in JSON_DIALECTS
     if not is_json and dialect.name != _MISTRAL:
         return rules.up_to("call", dialect.end)

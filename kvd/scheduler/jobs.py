@@ -109,10 +109,13 @@ def _expire(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     agent = core.agents.get(request.ref)
     if not is_due(core, agent):
         return agent_info(core, agent)
-    tokens = len(agent.branch.tokens)
+    tokens, began_s = len(agent.branch.tokens), core.clock()
     deleted = yield from _delete(core, request, stop)
     core.stats.agents_expired += 1
     core.log("agent_expired", level="info", agent=str(agent.ref), ttl_s=agent.ttl_s, tokens=tokens)
+    core.journal.tell(
+        "operation", agent.ref, operation="expire", outcome="ok", total_s=round(core.clock() - began_s, 6)
+    )
     return deleted
 
 
