@@ -243,6 +243,7 @@ class Assembly:
             largest_reason=reason,
             branch_limit_bytes=self._settings.branch_limit_bytes,
             namespace_quotas={Namespace(name): quota_bytes for name, quota_bytes in self._settings.namespace_quotas},
+            namespace_disk_quotas={Namespace(name): size for name, size in self._settings.namespace_disk_quotas},
         )
         return budget.granted_bytes, quota.granted_bytes, limits
 

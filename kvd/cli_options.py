@@ -160,6 +160,15 @@ def memory_options(command: F) -> F:
             help="RAM that pages of a namespace's agents should take at most; may be given several times.",
         ),
         click.option(
+            "--namespace-disk-quota",
+            "namespace_disk_quotas",
+            type=NamedSizeType(),
+            multiple=True,
+            envvar="KVD_NAMESPACE_DISK_QUOTA",
+            show_envvar=True,
+            help="Disk that files of a namespace's agents may take at most; may be given several times.",
+        ),
+        click.option(
             "--branch-limit",
             type=SIZE,
             envvar="KVD_BRANCH_LIMIT",

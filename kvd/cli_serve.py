@@ -236,6 +236,7 @@ def settings_of(ctx: click.Context, data: Path, given: Mapping[str, Any]) -> Set
         footprint_limit_bytes=given["footprint_limit"],
         branch_limit_bytes=given["branch_limit"],
         namespace_quotas=given["namespace_quotas"],
+        namespace_disk_quotas=given["namespace_disk_quotas"],
         quota_bytes=given["quota"],
         kv_format=given["kv_format"],
         attention=given["attention"],

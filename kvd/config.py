@@ -61,6 +61,7 @@ class Settings:
             `kvd.ops.device` says of the machine.
         branch_limit_bytes: what pages of an agent's branches beside its current one may take; None: any.
         namespace_quotas: names of namespaces, and what their pages should take of the budget at most.
+        namespace_disk_quotas: names of namespaces, and what their files may take of the disk at most.
         quota_bytes: disk for everything under `data_dir`.
         kv_format: `auto` (the calibrated one) or a name of `NAMED_FORMATS`.
         attention: `auto` or a backend's name.
@@ -96,6 +97,7 @@ class Settings:
     footprint_limit_bytes: int | None = None
     branch_limit_bytes: int | None = None
     namespace_quotas: tuple[tuple[str, int], ...] = ()
+    namespace_disk_quotas: tuple[tuple[str, int], ...] = ()
     quota_bytes: int = DEFAULT_QUOTA_BYTES
     kv_format: str = "auto"
     attention: str = "auto"
@@ -125,6 +127,8 @@ class Settings:
         _one_of("swap", self.swap, SWAP)
         if self.write_limit_bytes is not None:
             _at_least("write-limit", self.write_limit_bytes, MIN_WRITE_LIMIT_BYTES, "bytes a minute")
+        if self.swap == "off" and self.namespace_disk_quotas:
+            raise ConfigError("namespace-disk-quota needs --swap on: nothing is on disk without it", setting="swap")
         if self.swap == "off" and self.warm_from:
             raise ConfigError("warm-from needs --swap on: an agent that is imported is written to disk", setting="swap")
         _one_of("log-level", self.log_level, LOG_LEVELS)
@@ -138,7 +142,8 @@ class Settings:
             _at_least("footprint-limit", self.footprint_limit_bytes, MIN_BUDGET_BYTES, "bytes")
         if self.branch_limit_bytes is not None:
             _at_least("branch-limit", self.branch_limit_bytes, 0, "bytes")
-        _check_namespaces(self.namespace_quotas)
+        _check_namespaces("namespace-quota", self.namespace_quotas)
+        _check_namespaces("namespace-disk-quota", self.namespace_disk_quotas)
         _at_least("quota", self.quota_bytes, MIN_BUDGET_BYTES, "bytes")
         _at_least("chunk", self.chunk_tokens, 1, "tokens")
         if self.chunk_tokens > MAX_CHUNK_TOKENS:
@@ -161,21 +166,21 @@ class Settings:
             )
 
 
-def _check_namespaces(quotas: tuple[tuple[str, int], ...]) -> None:
+def _check_namespaces(setting: str, quotas: tuple[tuple[str, int], ...]) -> None:
     for name, quota_bytes in quotas:
         if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
             raise ConfigError(
-                f"namespace-quota must name a namespace of 1 to {MAX_NAME_CHARACTERS} printable characters, not "
+                f"{setting} must name a namespace of 1 to {MAX_NAME_CHARACTERS} printable characters, not "
                 f"{name[:40]!r}",
-                setting="namespace-quota",
+                setting=setting,
             )
         if quota_bytes < MIN_BUDGET_BYTES:
             raise ConfigError(
-                f"namespace-quota {name} must be at least {MIN_BUDGET_BYTES} bytes, not {quota_bytes}",
-                setting="namespace-quota",
+                f"{setting} {name} must be at least {MIN_BUDGET_BYTES} bytes, not {quota_bytes}",
+                setting=setting,
             )
     if len({name for name, _ in quotas}) != len(quotas):
-        raise ConfigError("namespace-quota must name each namespace once", setting="namespace-quota")
+        raise ConfigError(f"{setting} must name each namespace once", setting=setting)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -20,7 +20,8 @@ from kvd.errors import KvdError
 from kvd.ids import Namespace
 from kvd.scheduler.limits import LimitChange
 
-LIVE: Final = ("budget_bytes", "namespace_quotas", "log_level", "drain_grace_s")
+LIMITS: Final = ("budget_bytes", "namespace_quotas", "namespace_disk_quotas")
+LIVE: Final = (*LIMITS, "log_level", "drain_grace_s")
 """Settings that can change while the daemon runs. Whatever else there is decides how KV is computed, stored or shared,
 or what was built at the start."""
 
@@ -84,9 +85,7 @@ class Reloader:
         done: dict[str, Any] = {name: changed[name] for name in ("log_level", "drain_grace_s") if name in changed}
         for name in done:
             self._act(wanted, name)
-        limits: dict[str, Any] = {
-            name: changed[name] for name in ("budget_bytes", "namespace_quotas") if name in changed
-        }
+        limits: dict[str, Any] = {name: changed[name] for name in LIMITS if name in changed}
         try:
             await self._limits(wanted, limits)
         except KvdError as error:
@@ -112,11 +111,20 @@ class Reloader:
     async def _limits(self, wanted: Settings, changed: dict[str, Any]) -> None:
         if not changed:
             return
-        before, after = dict(self._now.namespace_quotas), dict(wanted.namespace_quotas)
-        quotas: dict[Namespace, int | None] = {
-            Namespace(name): after.get(name) for name in before | after if before.get(name) != after.get(name)
-        }
-        await self._hands.change_limits(LimitChange(wanted.budget_bytes if "budget_bytes" in changed else None, quotas))
+        now = self._now
+        await self._hands.change_limits(
+            LimitChange(
+                wanted.budget_bytes if "budget_bytes" in changed else None,
+                _changes(now.namespace_quotas, wanted.namespace_quotas),
+                _changes(now.namespace_disk_quotas, wanted.namespace_disk_quotas),
+            )
+        )
+
+
+def _changes(now: tuple[tuple[str, int], ...], wanted: tuple[tuple[str, int], ...]) -> dict[Namespace, int | None]:
+    """Quotas that are others than now; None where there is none any more."""
+    before, after = dict(now), dict(wanted)
+    return {Namespace(name): after.get(name) for name in before | after if before.get(name) != after.get(name)}
 
 
 def _plain(value: Any) -> object:  # noqa: ANN401  (a setting's)

@@ -70,6 +70,11 @@ def test_allowed_values_are_those_of_the_packages_that_use_them() -> None:
         ({"footprint_limit_bytes": 10}, "footprint-limit must be at least 1000000 bytes, not 10"),
         ({"branch_limit_bytes": -1}, "branch-limit must be at least 0 bytes, not -1"),
         ({"namespace_quotas": (("a", 10),)}, "namespace-quota a must be at least 1000000 bytes, not 10"),
+        ({"namespace_disk_quotas": (("a", 10),)}, "namespace-disk-quota a must be at least 1000000 bytes, not 10"),
+        (
+            {"swap": "off", "namespace_disk_quotas": (("a", 2_000_000),)},
+            "namespace-disk-quota needs --swap on: nothing is on disk without it",
+        ),
         ({"chunk_tokens": 0}, "chunk must be at least 1 tokens, not 0"),
         ({"chunk_tokens": 513}, "chunk must be at most 512 tokens, not 513"),
         ({"max_queued": 0}, "max-queued must be at least 1 requests"),

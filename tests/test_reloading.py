@@ -80,6 +80,18 @@ def test_what_can_change_is_put_in_force_once() -> None:
     assert world.done == [LimitChange(7_000_000, {})]
 
 
+def test_disk_quotas_of_namespaces_follow_the_file() -> None:
+    """A new one, another one, and one that is gone; quotas of RAM are left alone."""
+    world = World()
+    quotas = {"namespace_quotas": START.namespace_quotas}
+    world.change(namespace_disk_quotas=(("a", 2_000_000), ("b", 3_000_000)), **quotas)
+    world.change(namespace_disk_quotas=(("b", 4_000_000),), **quotas)
+    assert world.done == [
+        LimitChange(None, {}, {"a": 2_000_000, "b": 3_000_000}),  # type: ignore[dict-item]
+        LimitChange(None, {}, {"a": None, "b": 4_000_000}),  # type: ignore[dict-item]
+    ]
+
+
 def test_what_needs_a_restart_is_said_once() -> None:
     """With the names and what could change; said again when it becomes something else, not when it goes back."""
     world = World()

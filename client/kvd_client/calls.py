@@ -320,10 +320,15 @@ def subscription(
     return {key: value for key, value in given.items() if value is not None}
 
 
-def configure(budget: int | str | None, namespace_quotas: Mapping[str, int | str | None] | None) -> Call[Limits]:
+def configure(
+    budget: int | str | None,
+    namespace_quotas: Mapping[str, int | str | None] | None,
+    namespace_disk_quotas: Mapping[str, int | str | None] | None,
+) -> Call[Limits]:
     """`configure`."""
     quotas = None if namespace_quotas is None else dict(namespace_quotas)
-    return _call("configure", _limits, budget=budget, namespace_quotas=quotas)
+    disk_quotas = None if namespace_disk_quotas is None else dict(namespace_disk_quotas)
+    return _call("configure", _limits, budget=budget, namespace_quotas=quotas, namespace_disk_quotas=disk_quotas)
 
 
 def _limits(result: object, _ttft_s: float | None) -> Limits:

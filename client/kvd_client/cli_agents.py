@@ -38,12 +38,10 @@ def _done(session: Session, done: str, agent: AgentInfo) -> None:
         print_lines([agent_line(done, _flat(agent))])
 
 
-def _quota(text: str) -> tuple[str, str | None]:
+def _quota(text: str, option: str = "--namespace-quota") -> tuple[str, str | None]:
     name, equals, size = text.rpartition("=")
     if not (name and equals and size):
-        raise click.BadParameter(
-            f"{text!r} must be NAME=SIZE, such as work=4GB, or NAME=none", param_hint="--namespace-quota"
-        )
+        raise click.BadParameter(f"{text!r} must be NAME=SIZE, such as work=4GB, or NAME=none", param_hint=option)
     return name, None if size == "none" else size
 
 
@@ -254,8 +252,15 @@ def stats(session: Session, /) -> None:
     multiple=True,
     help="Set what pages of a namespace's agents should take of it at most; NAME=none for any.",
 )
+@click.option(
+    "--namespace-disk-quota",
+    "disk_quotas",
+    metavar="NAME=SIZE",
+    multiple=True,
+    help="Set what files of a namespace's agents may take of the disk; NAME=none for any.",
+)
 @with_session
-def budget(session: Session, /, size: str | None, quotas: tuple[str, ...]) -> None:
+def budget(session: Session, /, size: str | None, quotas: tuple[str, ...], disk_quotas: tuple[str, ...]) -> None:
     """Show the memory budget and what it bounds, or set it to SIZE until the daemon's next start.
 
     A smaller budget takes pages from idle agents at once (they are on disk), lets running requests make way for each
@@ -265,7 +270,10 @@ def budget(session: Session, /, size: str | None, quotas: tuple[str, ...]) -> No
     Example: kvd-client budget 4GB
     """
     wanted = dict(_quota(each) for each in quotas)
-    limits = _flat(session.client.configure(budget=size, namespace_quotas=wanted or None))
+    on_disk = dict(_quota(each, "--namespace-disk-quota") for each in disk_quotas)
+    limits = _flat(
+        session.client.configure(budget=size, namespace_quotas=wanted or None, namespace_disk_quotas=on_disk or None)
+    )
     if session.json:
         print_json(limits)
     else:

@@ -195,6 +195,10 @@ def limit_lines(limits: Mapping[str, Any]) -> list[str]:
             f"quota      {name}: {size(int(quota))}"
             for name, quota in sorted(limits.get("namespace_quotas", {}).items())
         ),
+        *(
+            f"on disk    {name}: {size(int(quota))}"
+            for name, quota in sorted(limits.get("namespace_disk_quotas", {}).items())
+        ),
     ]
     if "budget" in limits.get("until_restart", ()):
         lines.append(f"The next start has {shown('start_budget_bytes')} again; `kvd serve --budget` sets it for good.")

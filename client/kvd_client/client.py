@@ -312,17 +312,19 @@ class Client:
         *,
         budget: int | str | None = None,
         namespace_quotas: Mapping[str, int | str | None] | None = None,
+        namespace_disk_quotas: Mapping[str, int | str | None] | None = None,
     ) -> Limits:
         """Change limits until the daemon's next start; returns those in force. Without any it changes nothing.
 
         Args:
             budget: memory for pages, in bytes or as `kvd serve --budget` takes it.
             namespace_quotas: of these namespaces, what their agents' pages should take of it at most; None for any.
+            namespace_disk_quotas: of these namespaces, what their agents' files may take of the disk; None for any.
 
         Raises:
             InvalidParams: naming the allowed values; nothing changed.
         """
-        return self._run(calls.configure(budget, namespace_quotas))
+        return self._run(calls.configure(budget, namespace_quotas, namespace_disk_quotas))
 
     def model_info(self) -> dict[str, Any]:
         """The model the daemon has loaded."""

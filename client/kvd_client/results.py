@@ -181,6 +181,7 @@ class Limits:
         footprint_bytes: what the daemon's process takes from the machine.
         footprint_limit_bytes: beyond this new requests are told to come again; None for no limit.
         namespace_quotas: what pages of namespaces should take at most, where that is bounded.
+        namespace_disk_quotas: what files of namespaces may take of the disk, where that is bounded.
         converging: names of limits that what is held still exceeds.
         until_restart: names of limits that were changed at run time and last until the daemon's next start.
         server: every other field the daemon sent.
@@ -197,6 +198,7 @@ class Limits:
     footprint_bytes: int = 0
     footprint_limit_bytes: int | None = None
     namespace_quotas: Mapping[str, int] = field(default_factory=dict)
+    namespace_disk_quotas: Mapping[str, int] = field(default_factory=dict)
     converging: tuple[str, ...] = ()
     until_restart: tuple[str, ...] = ()
     server: Mapping[str, Any] = field(default_factory=dict)

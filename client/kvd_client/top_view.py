@@ -179,6 +179,8 @@ def _troubles(figures: Mapping[str, Any]) -> list[str]:
     found = []
     if figures.get("disk") not in (None, "ok"):
         found.append(f"disk {figures['disk']}: {figures.get('disk_reason')}")
+    if names := figures.get("disk_quotas_full"):
+        found.append(f"disk quota full: {', '.join(map(str, names))}")
     if figures.get("memory_pressure") == "hard":
         found.append("memory is short: new requests are refused")
     if figures.get("thrashing"):

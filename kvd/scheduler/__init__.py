@@ -9,6 +9,7 @@
 - `commit` makes changes durable
 - `core` holds the engine's parts and cuts and forks branches; `engine` is the thread
 - `disk_health` tells how the disk fares
+- `disk_quotas`: what namespaces have on disk, and may have
 - `endings` deletes agents whose time is over
 - `errors`: the service's errors
 - `exporting` and `importing` move an agent to a file and back in steps of `file_steps`

@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
 
 
+RECORD_HEAD_BYTES: Final = 1024
+"""About what a record takes beside text, ids and KV."""
+
 SWAP_OFF: Final = "swap is off"
 """Why nothing is durable in a daemon that keeps KV in RAM only."""
 
@@ -196,6 +199,8 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         if not _tails_at_hand(core, branch):
             return Committed("the end of its KV is on disk only and must be read before it can be written anew")
         record = _record(core, agent, branch, kind)
+        if (refusal := _over_disk_quota(core, agent, record)) is not None:
+            return Committed(refusal)
         result = yield from _answer_to(partial(core.store.append_record, record, missing=_behind(core, branch)))
         error = result.error
         if error is None and result.image is not None:
@@ -208,8 +213,22 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
 
 def _why_not_written(core: EngineCore, branch: Branch) -> str:
     if core.pager.is_held(branch.space):
+        namespace = core.owner(branch.space)[0].namespace
+        if not core.pager.writes_held or core.pager.quota_held_bytes.get(namespace):
+            return core.disk_quotas.why(namespace)
         return f"writes are limited to {core.governor.limit_bytes} bytes a minute: saved once its pages are written"
     return f"page write failed: {core.memory.statistics.last_write_failure}"
+
+
+def _over_disk_quota(core: EngineCore, agent: Agent, record: AgentRecord) -> str | None:
+    """Why a record must not be written, if its namespace has no room for it on disk."""
+    quotas, namespace = core.disk_quotas, agent.ref.namespace
+    if namespace not in quotas.quotas:
+        return None
+    core.govern()  # what was written since the last look counts
+    kv_bytes = sum(len(segment.tail_kv) for segment in record.segments)
+    record_bytes = kv_bytes + 8 * len(record.token_ids) + len(record.text) + RECORD_HEAD_BYTES
+    return quotas.why(namespace) if quotas.refuses(namespace, record_bytes) else None
 
 
 def _page_bytes(core: EngineCore, branch: Branch, record: AgentRecord) -> int:

@@ -20,6 +20,7 @@ from kvd.model.loader import LoadedModel
 from kvd.quant.codec import CODEC_VERSION
 from kvd.quant.spec import PAGE_TOKENS, PageLayout
 from kvd.scheduler.agents import Agent, Baseline, Branch, TurnFigures, baseline_on_parent
+from kvd.scheduler.disk_quotas import DiskQuotas
 from kvd.scheduler.endings import mark_passing
 from kvd.scheduler.governor import WriteGovernor
 from kvd.scheduler.journal import Journal
@@ -209,6 +210,7 @@ class EngineCore:
         self.log = log
         self.swap_off = swap_off
         self.governor = WriteGovernor(write_limit_bytes, clock)
+        self.disk_quotas = DiskQuotas()
         self.refusing_since_s: float | None = None
         self.govern()
         self.forward = Forward(loaded.model, assisted=backend.name == "cpu")
@@ -240,8 +242,9 @@ class EngineCore:
             self.refusing_since_s = None
         elif self.refusing_since_s is None:
             self.refusing_since_s = self.clock()
-        allowance_bytes = self.governor.tick(self.store.statistics().bytes_written)
-        self.memory.apply(WritesAllowed(allowance_bytes))
+        figures = self.store.statistics()
+        allowance_bytes = self.governor.tick(figures.bytes_written)
+        self.memory.apply(WritesAllowed(allowance_bytes, self.disk_quotas.look(figures.namespace_bytes)))
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -458,6 +461,7 @@ class EngineCore:
         branch.drop_kv_from(computed)
         child.next_branch += 1
         branch.baseline = Baseline()  # another log: its first record says everything
+        branch.last_used = self.agents.tick()  # made now, or it would be the first to pay for room on disk
         child.branches[branch.branch_id] = branch
         child.current = branch.branch_id
         self.agents.add(child)

@@ -39,7 +39,7 @@ from kvd.scheduler.waking import wake
 from kvd.store.agent_file import AgentFileHeader, Constants
 from kvd.store.agent_file_io import AgentFileReader
 from kvd.store.agent_image import BranchImage, SegmentState
-from kvd.store.errors import AgentFileForeign, AgentFileInvalid, RecordInvalid, SwapOff
+from kvd.store.errors import AgentFileForeign, AgentFileInvalid, QuotaExceeded, RecordInvalid, SwapOff
 from kvd.store.page_file import PageHeader
 from kvd.store.record_codec import decode_record
 from kvd.store.records import AgentRecord, PageEntry, SegmentDelta
@@ -115,6 +115,7 @@ def _import_file(core: EngineCore, ref: AgentRef, path: Path, *, replaces: bool,
     record = _own_record(core, agent, record)
     written: list[PageId] = []
     try:
+        _refuse_over_disk_quota(core, ref, header.pages_bytes)
         yield from file_step(core, path, lambda hands: hands.admit(header.pages_bytes))
         for group, segment in enumerate(record.segments):
             for number in header.pages(group):
@@ -226,6 +227,17 @@ def _checked_record(
         if holds:
             raise AgentFileInvalid(path=str(reader.path), reason=problem)
     return record
+
+
+def _refuse_over_disk_quota(core: EngineCore, ref: AgentRef, pages_bytes: int) -> None:
+    """Nothing of a namespace is given up for an import: who brings an agent may make room first."""
+    core.govern()
+    quota_bytes = core.disk_quotas.quotas.get(ref.namespace)
+    used_bytes = core.disk_quotas.used.get(ref.namespace, 0)
+    if quota_bytes is not None and used_bytes + pages_bytes > quota_bytes:
+        raise QuotaExceeded(
+            used_bytes=used_bytes, wanted_bytes=pages_bytes, quota_bytes=quota_bytes, namespace=ref.namespace
+        )
 
 
 def _refuse_too_large(core: EngineCore, ref: AgentRef, header: AgentFileHeader, layouts: Sequence[PageLayout]) -> None:

@@ -21,6 +21,7 @@ from kvd.errors import BudgetExceeded, InvalidParams
 from kvd.ids import Namespace, RequestId
 from kvd.ops.footprint import measure_footprint
 from kvd.ops.sizes import format_size
+from kvd.scheduler.params import Params
 from kvd.vm.events import BudgetChanged, QuotaChanged
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class LimitSettings:
         largest_reason: where that figure comes from, in words.
         branch_limit_bytes: what an agent's branches beside its current one may take; None for any.
         namespace_quotas: what pages of namespaces should take of the frames.
+        namespace_disk_quotas: what files of namespaces may take of the disk.
     """
 
     least_bytes: int = MIN_BUDGET_BYTES
@@ -45,6 +47,7 @@ class LimitSettings:
     largest_reason: str = ""
     branch_limit_bytes: int | None = None
     namespace_quotas: Mapping[Namespace, int] = field(default_factory=dict)
+    namespace_disk_quotas: Mapping[Namespace, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,26 @@ class LimitChange:
     Attributes:
         budget_bytes: RAM for pages, open tails and copies in flight.
         namespace_quotas: of these namespaces, what their pages should take of the frames; None for no quota.
+        namespace_disk_quotas: of these namespaces, what their files may take of the disk; None for no quota.
     """
 
     budget_bytes: int | None = None
     namespace_quotas: Mapping[Namespace, int | None] = field(default_factory=dict)
+    namespace_disk_quotas: Mapping[Namespace, int | None] = field(default_factory=dict)
+
+
+def limit_change(params: Params) -> LimitChange:
+    """What the parameters of `configure` ask for.
+
+    Raises:
+        InvalidParams: naming the parameter and what it may be.
+    """
+    params.refuse_unknown("budget", "namespace_quotas", "namespace_disk_quotas")
+    return LimitChange(
+        params.size("budget"),
+        params.namespace_sizes("namespace_quotas"),
+        params.namespace_sizes("namespace_disk_quotas"),
+    )
 
 
 class Limits:
@@ -80,6 +99,8 @@ class Limits:
         self.branch_limit_bytes = settings.branch_limit_bytes
         for namespace, quota_bytes in settings.namespace_quotas.items():
             core.memory.apply(QuotaChanged(namespace, quota_bytes))
+        core.disk_quotas.quotas.update(settings.namespace_disk_quotas)
+        core.govern()
 
     def change(self, change: LimitChange) -> None:
         """Put a change into force.
@@ -89,20 +110,15 @@ class Limits:
         """
         if change.budget_bytes is not None:
             self._check_budget(change.budget_bytes)
-        least = self._settings.least_bytes
-        for namespace, quota_bytes in change.namespace_quotas.items():
-            if quota_bytes is not None and quota_bytes < least:
-                raise InvalidParams(
-                    f"the quota of namespace {namespace!r} must be at least {format_size(least)}, or none, not "
-                    f"{format_size(quota_bytes)}",
-                    parameter="namespace_quotas",
-                    least_bytes=least,
-                )
+        self._check_quotas("namespace_quotas", "quota", change.namespace_quotas)
+        self._check_quotas("namespace_disk_quotas", "disk quota", change.namespace_disk_quotas)
         if change.budget_bytes is not None:
             self._set_budget(change.budget_bytes)
         for namespace, quota_bytes in change.namespace_quotas.items():
             self._core.memory.apply(QuotaChanged(namespace, quota_bytes))
         self._note_changed("namespace_quotas", bool(self._core.pager.budget.quotas != self._settings.namespace_quotas))
+        if change.namespace_disk_quotas:
+            self._set_disk_quotas(change.namespace_disk_quotas)
 
     def settle(self) -> None:
         """Once what is held fits a smaller budget, the pool is held to it, too."""
@@ -119,6 +135,9 @@ class Limits:
         exceeded = {
             "budget": pager.converging or reserved_bytes > pager.usable_bytes,
             "namespace_quotas": any(pager.namespaces.get(name, 0) > quota for name, quota in pager.quotas.items()),
+            "namespace_disk_quotas": any(
+                core.disk_quotas.used.get(name, 0) > quota for name, quota in core.disk_quotas.quotas.items()
+            ),
         }
         return {
             "budget_bytes": pager.budget_bytes,
@@ -131,6 +150,7 @@ class Limits:
             "pinned_bytes": pager.pinned_bytes,
             "pin_limit_bytes": pager.pin_limit_bytes,
             "namespace_quotas": dict(pager.quotas),
+            "namespace_disk_quotas": dict(core.disk_quotas.quotas),
             "branch_limit_bytes": self.branch_limit_bytes,
             "start_budget_bytes": self._start_budget_bytes,
             "largest_budget_bytes": self._settings.largest_budget_bytes,
@@ -153,6 +173,28 @@ class Limits:
                 least_bytes=least,
                 most_bytes=most,
             )
+
+    def _check_quotas(self, parameter: str, what: str, quotas: Mapping[Namespace, int | None]) -> None:
+        least = self._settings.least_bytes
+        for namespace, quota_bytes in quotas.items():
+            if quota_bytes is not None and quota_bytes < least:
+                raise InvalidParams(
+                    f"the {what} of namespace {namespace!r} must be at least {format_size(least)}, or none, not "
+                    f"{format_size(quota_bytes)}",
+                    parameter=parameter,
+                    least_bytes=least,
+                )
+
+    def _set_disk_quotas(self, quotas: Mapping[Namespace, int | None]) -> None:
+        """What is over a smaller one goes at the next shortage, what waited for a larger one is written now."""
+        now = self._core.disk_quotas.quotas
+        for namespace, quota_bytes in quotas.items():
+            if quota_bytes is None:
+                now.pop(namespace, None)
+            else:
+                now[namespace] = quota_bytes
+        self._core.govern()
+        self._note_changed("namespace_disk_quotas", now != self._settings.namespace_disk_quotas)
 
     def _set_budget(self, budget_bytes: int) -> None:
         core, before_bytes = self._core, self._core.pager.budget.budget_bytes

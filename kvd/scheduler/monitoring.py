@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from kvd.ids import GroupId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent, TurnFigures
+from kvd.scheduler.disk_quotas import use_by_namespace
 from kvd.scheduler.requests import AgentRef, TurnRequest
 from kvd.store.sleeping import SleepingAgent
 from kvd.vm.codes import BEHIND_WINDOW, SHARED, STATE_BITS, STATES, runs
@@ -292,6 +293,7 @@ class Monitor:
             "resident_bytes": budget.resident_bytes,
             "in_flight_bytes": budget.in_flight_bytes,
             "frames": pool.frames,
+            "namespaces": use_by_namespace(core.pager, core.disk_quotas, store.namespace_bytes),
             "swap_bytes": store.swap_bytes,
             "disk_used_bytes": store.used_bytes,
             "quota_bytes": store.quota_bytes,

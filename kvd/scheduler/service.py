@@ -33,7 +33,7 @@ from kvd.scheduler.engine import Engine
 from kvd.scheduler.errors import MethodNotFound, NotReady, Unsupported, with_close_names
 from kvd.scheduler.file_steps import port_path
 from kvd.scheduler.injected import injected, injected_into
-from kvd.scheduler.limits import LimitChange
+from kvd.scheduler.limits import limit_change
 from kvd.scheduler.params import CHAT_NAMES, MAX_NEW_TOKENS, TURN_NAMES, Params
 from kvd.scheduler.requests import AgentRef, JobRequest, TurnRequest
 from kvd.scheduler.subscribing import Subscriptions
@@ -396,8 +396,7 @@ class KvdService:
         return dict(self._facts)
 
     async def _configure(self, params: Params, context: CallContext) -> object:
-        params.refuse_unknown("budget", "namespace_quotas")
-        change = LimitChange(params.size("budget"), params.namespace_sizes("namespace_quotas"))
+        change = limit_change(params)
         await self._wait_ready()
         facts = await asyncio.wrap_future(self._engine.configure(change))
         assert isinstance(facts, dict)

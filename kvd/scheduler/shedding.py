@@ -9,6 +9,9 @@ disk_usage`). What is left belongs to agents, and is given up from the least val
 4. agents that sleep since the start, the one used longest ago first: everybody who is awake was used later;
 5. current branches, the least recently used first, a branch's tail before its head.
 
+A *namespace* that has a quota of the disk pays for itself: when it is over, the same order holds among its own agents,
+and nobody else's lose anything (`kvd.scheduler.disk_quotas`). Its agent that was used last is spared as above.
+
 A page goes with the most valuable of the branches and sleepers that map it. Nothing is taken from agents that are
 pinned, that run, wait in line or are being woken, that are not saved, nor from the one used last: it is the one that
 wants room. Text and ids stay in the log whatever is given up: it is KV, and is computed again when the agent goes on;
@@ -29,7 +32,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvd.ids import PageId
+from kvd.ids import Namespace, PageId
 from kvd.scheduler.endings import is_passing
 from kvd.vm.events import FilesGone, PagesUnwanted, RetryWanted
 from kvd.vm.page import PageState
@@ -47,16 +50,28 @@ AT_ONCE: Final = 50
 
 
 def shed(core: EngineCore) -> None:
-    """Give up what is worth least, if the quota refused a page or record since the last time."""
-    shortage = core.store.take_shortage()
-    if shortage is None or core.swap_off:
+    """Give up what is worth least, if the quota refused a page or record since the last time; likewise by namespace."""
+    if core.swap_off:
         return
-    wanted_bytes = max(shortage.over_bytes, shortage.quota_bytes // AT_ONCE) - _compactable_bytes(core)
+    shortage = core.store.take_shortage()
+    if shortage is not None:
+        _shed(core, max(shortage.over_bytes, shortage.quota_bytes // AT_ONCE), None)
+    quotas = core.disk_quotas
+    if core.store.is_giving_up or not (quotas.quotas or quotas.full):
+        return
+    core.govern()
+    for namespace, over_bytes in quotas.shortages(core.pager.quota_held_bytes).items():
+        _shed(core, max(over_bytes, quotas.quotas[namespace] // AT_ONCE), namespace)
+
+
+def _shed(core: EngineCore, wanted_bytes: int, namespace: Namespace | None) -> None:
+    """Give up so much of a namespace (None: of anybody), as far as there is."""
+    wanted_bytes -= _compactable_bytes(core, namespace)
     chosen: dict[PageId, int] = {}
     chosen_bytes = 0
     owners: dict[AgentRef, None] = {}
     if wanted_bytes > 0:
-        for ref, page, page_bytes in _by_value(core):
+        for ref, page, page_bytes in _by_value(core, namespace):
             chosen[page] = page_bytes
             chosen_bytes += page_bytes
             owners[ref] = None
@@ -66,14 +81,15 @@ def shed(core: EngineCore) -> None:
     gone = frozenset(page for page in chosen if core.pager.page_state(page) in (None, PageState.EVICTED))
     if gone:
         gone_bytes = sum(chosen[page] for page in gone)
-        core.log("kv_given_up", pages=len(gone), bytes=gone_bytes, agents=list(map(str, owners)), why="quota")
+        why = "quota" if namespace is None else f"disk quota of namespace {namespace!r}"
+        core.log("kv_given_up", pages=len(gone), bytes=gone_bytes, agents=list(map(str, owners)), why=why)
         core.store.give_up(gone, partial(_given_up, core, gone))
 
 
-def _compactable_bytes(core: EngineCore) -> int:
+def _compactable_bytes(core: EngineCore, namespace: Namespace | None) -> int:
     """What compactions that nobody has counted on yet will free; they are asked for."""
     freed_bytes = 0
-    for agent in core.agents:
+    for agent in core.agents.in_namespace(namespace):
         if agent.dropped_bytes and agent.logged and not agent.counted_on:
             agent.counted_on = agent.compaction_due = agent.compaction_urgent = True
             freed_bytes += agent.dropped_bytes
@@ -92,13 +108,19 @@ def _given_up(core: EngineCore, pages: frozenset[PageId], result: SwapResult) ->
         for awake in core.agents:
             if awake.counted_on:  # the quota may have refused it, and there is room now
                 awake.compaction_due = True
+    core.govern()
     core.memory.apply(RetryWanted())  # there is room now, or never will be: either way it is time to see
 
 
-def _by_value(core: EngineCore) -> Iterator[tuple[AgentRef, PageId, int]]:
-    """Pages that have a file and need no frame, the least valuable first: whose, which, and what it takes."""
+def _by_value(core: EngineCore, namespace: Namespace | None = None) -> Iterator[tuple[AgentRef, PageId, int]]:
+    """Pages that have a file and need no frame, the least valuable first: whose, which, and what it takes.
+
+    Args:
+        core: the engine's parts.
+        namespace: whose pages; None: anybody's.
+    """
     in_use = {each.space for each in core.pager.spaces if each.use.held or each.use.hint == "queued"}
-    agents = sorted(core.agents, key=lambda agent: agent.branch.last_used)[:-1]
+    agents = sorted(core.agents.in_namespace(namespace), key=lambda agent: agent.branch.last_used)[:-1]
     agents.sort(key=is_passing, reverse=True)
     able = [
         agent
@@ -110,7 +132,11 @@ def _by_value(core: EngineCore) -> Iterator[tuple[AgentRef, PageId, int]]:
     others = [(agent, each) for agent in able for each in agent.branches.values() if each is not agent.branch]
     others.sort(key=lambda pair: pair[1].last_used)
     asleep = core.agents.asleep
-    sleepers = [ref for ref, each in asleep.items() if not each.summary.pinned and ref not in core.agents.waking]
+    sleepers = [
+        ref
+        for ref, each in asleep.items()
+        if namespace in (None, ref.namespace) and not each.summary.pinned and ref not in core.agents.waking
+    ]
     sleepers.sort(key=lambda ref: (not is_passing(asleep[ref].summary), asleep[ref].row.updated_s))
     waits = _Waits(core)
     for agent, branch in others:

@@ -175,6 +175,11 @@ class StoreDoor:
         shortage, self._shortage = self._shortage, None
         return shortage
 
+    @property
+    def is_giving_up(self) -> bool:
+        """Whether files are being given up: what is used then is about to be less."""
+        return bool(self._giving_up)
+
     def file_step(self, path: str, step: Callable[[StoreHands], object], answer: RecordAnswer) -> None:
         """Queue a step of an export or import of the file `path`."""
         op = FileStepOp(step, path)

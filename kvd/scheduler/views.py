@@ -13,6 +13,7 @@ from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
 from kvd.scheduler.branches import other_branch_bytes
 from kvd.scheduler.core import EngineCore
+from kvd.scheduler.disk_quotas import use_by_namespace
 from kvd.scheduler.endings import expires_s
 from kvd.scheduler.requests import AgentRef
 from kvd.store.sleeping import SleepingAgent
@@ -195,7 +196,8 @@ def health_facts(core: EngineCore) -> dict[str, object]:
 
 def disk_facts(core: EngineCore) -> dict[str, object]:
     """Whether KV goes to disk and how the disk fares; may be asked from any thread, as `health_facts`."""
-    return {"swap": "off" if core.swap_off else "on"} | core.store.health.facts()
+    quotas = {"disk_quotas_full": list(core.disk_quotas.full)}
+    return {"swap": "off" if core.swap_off else "on"} | core.store.health.facts() | quotas
 
 
 def statistics(core: EngineCore) -> dict[str, object]:
@@ -221,10 +223,7 @@ def statistics(core: EngineCore) -> dict[str, object]:
         "pinned_bytes": pager.pinned_bytes,
         "pin_limit_bytes": pager.pin_limit_bytes,
         "unpinned_bytes": pager.unpinned_bytes,
-        "namespaces": {
-            name: {"resident_bytes": pager.namespaces.get(name, 0), "quota_bytes": pager.quotas.get(name)}
-            for name in sorted({*pager.namespaces, *pager.quotas})
-        },
+        "namespaces": use_by_namespace(core.pager, core.disk_quotas, store.namespace_bytes),
         "frame_bytes": pool.slab_bytes,
         "kept_frame_bytes": pool.kept_bytes,
         "read_buffer_bytes": store.read_buffer_bytes,

@@ -204,6 +204,8 @@ def no_room(core: EngineCore) -> Busy:
         why = f"of what the disk has not taken yet; last failure: {core.memory.statistics.last_write_failure}"
     elif core.pager.writes_held:
         why = f"of pages that the write limit of {core.governor.limit_bytes} bytes a minute holds back"
+    elif held := core.pager.quota_held_bytes:
+        why = f"of pages for which the disk quotas of {', '.join(map(repr, sorted(held)))} have no room"
     else:
         why = "of pages that others hold"
     return Busy(

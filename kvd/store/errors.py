@@ -147,7 +147,7 @@ class DataFolderExposed(EnvironmentFault):
 
 
 class QuotaExceeded(EnvironmentFault):
-    """The write would take the data folder past its quota. Nothing was written.
+    """The write would take the data folder, or the files of one namespace, past a quota. Nothing was written.
 
     Attributes:
         over_bytes: by how much.
@@ -156,16 +156,28 @@ class QuotaExceeded(EnvironmentFault):
 
     name = "quota_exceeded"
 
-    def __init__(self, *, used_bytes: int, wanted_bytes: int, quota_bytes: int, reserved_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        used_bytes: int,
+        wanted_bytes: int,
+        quota_bytes: int,
+        reserved_bytes: int = 0,
+        namespace: str | None = None,
+    ) -> None:
+        what = "The data folder holds" if namespace is None else f"The files of namespace {namespace!r} hold"
+        of_it = "agents or raise the disk" if namespace is None else "agents of it or raise its disk"
         kept = f", {reserved_bytes} are kept free for the catalog and logs," if reserved_bytes else ""
         super().__init__(
-            f"The data folder holds {used_bytes} bytes{kept} and {wanted_bytes} more would pass its quota of "
-            f"{quota_bytes}. Delete agents or raise the disk quota.",
+            f"{what} {used_bytes} bytes{kept} and {wanted_bytes} more would pass the quota of "
+            f"{quota_bytes}. Delete {of_it} quota.",
             used_bytes=used_bytes,
             wanted_bytes=wanted_bytes,
             reserved_bytes=reserved_bytes,
             quota_bytes=quota_bytes,
         )
+        if namespace is not None:
+            self.data["namespace"] = namespace
         self.over_bytes = used_bytes + wanted_bytes + reserved_bytes - quota_bytes
         self.quota_bytes = quota_bytes
 

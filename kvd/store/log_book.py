@@ -68,6 +68,7 @@ class LogBook:
 
     Attributes:
         renewed: damaged logs that were begun anew.
+        namespace_bytes: what logs take as far as they are committed, by namespace.
         unreadable: names of logs that the disk refused to read at start. What they name is unknown: while there is one,
             no page may be deleted.
     """
@@ -94,10 +95,13 @@ class LogBook:
         self._entries: dict[AgentRef, _Entry] = {}
         self._references: Counter[PageId] = Counter()
         self._names_unsettled = False
+        self.namespace_bytes: Counter[str] = Counter()
+        self._counted: dict[AgentRef, int] = {}
         self.unreadable = set(recovered.unreadable)
         self._asleep: dict[AgentRef, SleepingAgent] = dict(recovered.asleep)
-        for agent in self._asleep.values():
+        for ref, agent in self._asleep.items():
             self._references.update(agent.page_ids)
+            self._count(ref, agent.scan.good_bytes)
         for ref, image in recovered.agents.items():
             self._put(ref, image, self._open(ref, recovered.logs[ref]))
 
@@ -420,6 +424,7 @@ class LogBook:
         self._references.update(new_pages - old_pages)
         self._dereference(old_pages - new_pages)
         self._entries[ref] = _Entry(image, log, self._clock() if verified_s is None else verified_s)
+        self._count(ref, log.good_bytes)
 
     def _drop(self, ref: AgentRef) -> None:
         entry, agent = self._entries.pop(ref, None), self._asleep.pop(ref, None)
@@ -427,6 +432,12 @@ class LogBook:
             self._dereference(entry.image.page_ids())
         if agent is not None:
             self._dereference(agent.page_ids)
+        self._count(ref, 0)
+
+    def _count(self, ref: AgentRef, log_bytes: int) -> None:
+        self.namespace_bytes[ref[0]] += log_bytes - self._counted.pop(ref, 0)
+        if log_bytes:
+            self._counted[ref] = log_bytes
 
     def _dereference(self, page_ids: Collection[PageId]) -> None:
         for page_id in page_ids:

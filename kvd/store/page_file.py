@@ -60,6 +60,11 @@ class PageHeader:
     numerics: str
     page_tokens: int = PAGE_TOKENS
 
+    @property
+    def namespace(self) -> str:
+        """Whose the page is: a domain is a namespace, or an agent of one."""
+        return self.domain.partition("\0")[0]
+
 
 def header_bytes(header: PageHeader, layout: PageLayout) -> bytes:
     """The canonical first bytes of a page file: u64 length and JSON, padded with spaces to a multiple of 8."""

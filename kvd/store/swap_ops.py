@@ -10,8 +10,8 @@ May import kvd.errors, kvd.quant.spec and siblings of kvd.store.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvd.errors import KvdError
@@ -310,6 +310,7 @@ class SwapStatistics:
         swap_bytes, log_bytes, quarantine_bytes: disk used by pages, logs and what was put aside.
         used_bytes: every byte under the data folder, as of the last count plus own writes.
         quota_bytes: the limit for it.
+        namespace_bytes: what pages and logs of each namespace take, every file once.
     """
 
     bytes_written: int
@@ -336,6 +337,7 @@ class SwapStatistics:
     quarantine_bytes: int
     used_bytes: int
     quota_bytes: int
+    namespace_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 __all__ = [

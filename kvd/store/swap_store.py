@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, TypeVar
 
 from kvd.errors import InternalError, KvdError
@@ -109,6 +110,9 @@ class SwapStore:
         self._beside = SwapDir(folder, fingerprint, fs, self._buffers)  # for readers: the meter is one thread's
         self._pages: dict[PageId, PageHeader] = dict(recovered.pages)
         self._file_bytes: dict[PageId, int] = dict(recovered.file_bytes)
+        self._namespace_bytes: Counter[str] = Counter()  # of files of known pages
+        for page_id, header in self._pages.items():
+            self._namespace_bytes[header.namespace] += self._file_bytes[page_id]
         self._left_as = {  # length and time of change of files that are as this process found, wrote or verified them
             page_id: (recovered.file_bytes[page_id], time_s) for page_id, time_s in recovered.file_times.items()
         }
@@ -246,6 +250,7 @@ class SwapStore:
             quarantine_bytes=self._usage.quarantine_bytes,
             used_bytes=self._usage.used_bytes,
             quota_bytes=self._usage.quota_bytes,
+            namespace_bytes=_sums(self._logs.namespace_bytes, self._namespace_bytes),
         )
 
     # ---- what steps of exports and imports may do (`StoreHands`) ----------------------------------------------------
@@ -521,17 +526,22 @@ class SwapStore:
             self._facts.append(f"page {page_id} put aside as {moved.name}")
 
     def _know_page(self, header: PageHeader, file_bytes: int) -> None:
+        self._namespace_bytes[header.namespace] += file_bytes - self._file_bytes.get(header.page_id, 0)
         self._pages[header.page_id] = header
         self._file_bytes[header.page_id] = file_bytes
         self._vanished.discard(header.page_id)
         self._catalog.put_page(header, file_bytes)
 
     def _forget_page(self, page_id: PageId) -> None:
-        self._pages.pop(page_id, None)
-        self._file_bytes.pop(page_id, None)
-        self._left_as.pop(page_id, None)
+        self._forget_file(page_id)
         self._vanished.discard(page_id)
         self._catalog.drop_pages([page_id])
+
+    def _forget_file(self, page_id: PageId) -> None:
+        header, file_bytes = self._pages.pop(page_id, None), self._file_bytes.pop(page_id, 0)
+        if header is not None:
+            self._namespace_bytes[header.namespace] -= file_bytes
+        self._left_as.pop(page_id, None)
 
     def _admit(self, wanted_bytes: int, *, kept_bytes: int = 0) -> None:
         # what an unreadable log names is not known: its pages look like orphans, and quarantine may hold its past
@@ -569,9 +579,7 @@ class SwapStore:
         present = self._swap.scan().pages
         lost_pages = [page_id for page_id in self._pages if page_id not in present]
         for page_id in lost_pages:
-            self._pages.pop(page_id, None)
-            self._file_bytes.pop(page_id, None)
-            self._left_as.pop(page_id, None)
+            self._forget_file(page_id)
         self._vanished.update(lost_pages)  # told by the next look at them, which a new folder causes
         lost_logs = self._logs.forget_lost()
         self._facts.append(
@@ -579,6 +587,14 @@ class SwapStore:
         )
         self._catalog.renew()
         self._usage.recount()
+
+
+def _sums(*parts: Mapping[str, int]) -> dict[str, int]:
+    """Name by name; from any thread, since a dict is copied in one go."""
+    sums: Counter[str] = Counter()
+    for part in parts:
+        sums.update(dict(part))
+    return {name: total for name, total in sums.items() if total}
 
 
 __all__ = ["SwapStore"]

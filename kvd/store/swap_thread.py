@@ -28,7 +28,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -307,10 +307,10 @@ class SwapThread:
         might wait as long as somebody reads.
         """
         if isinstance(change.op, FlushOp):
-            open_reads = (read for reads in self._open_reads.values() for read in reads)
+            mine: Iterable[list[_Read]] = self._open_reads.values()
         else:
-            open_reads = iter(self._open_reads.get(_subject(change.op), ()))
-        return any(read.number <= change.reads_before for read in open_reads)
+            mine = [self._open_reads.get(_subject(change.op), [])]
+        return any(read.number <= change.reads_before for reads in mine for read in reads)
 
     def _finish(self, op: SwapOp) -> None:
         self._finished += 1

@@ -4,8 +4,9 @@
 - `events` are the words of that conversation, `views` the frozen pictures of the pager's state.
 - `address_space`, `page_table` and `page` hold what is mapped where and in which state; `mapping` changes it.
 - `demand` says what goes next, `prefetch` what is loaded before anybody demands it, `budget` counts bytes, `eviction`
-  ranks victims, `transfers` starts loads and writes, `packing` takes frames from tails that no step needs, `reclaim`
-  evicts in the background, `pins` says what pins hold, `integrity` counts again; `window` says which pages a step sees.
+  ranks victims, `transfers` starts loads and writes, as far as `disk_rooms` has room for them, `packing` takes frames
+  from tails that no step needs, `reclaim` evicts in the background, `pins` says what pins hold, `integrity` counts
+  again; `window` says which pages a step sees.
 - `moves` sums up whose pages came and went, `codes` has page maps as bytes.
 - `text` types an agent's text, `prefix` matches it against a prompt, `keys` names pages by their content, `sharing`
   finds the pages of a domain that a prompt begins with.

@@ -18,7 +18,8 @@ tokens stay in RAM without a frame (`PackTail`, `UnpackTail`), whether or not th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvd.ids import DEFAULT_NAMESPACE, FrameId, GroupId, Namespace, PageId, PageKey, SpaceId
 from kvd.vm.page import PrefetchReason
@@ -238,9 +239,13 @@ class PagesUnwanted:
 
 @dataclass(frozen=True, slots=True)
 class WritesAllowed:
-    """Writes of pages may start while those that started since then take less than this; None: always."""
+    """Writes of pages may start while those that started since then take less than this; None: always.
+
+    `rooms`: what pages of namespaces with a quota of the disk may take, those included that are being written.
+    """
 
     allowance_bytes: int | None
+    rooms: Mapping[Namespace, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

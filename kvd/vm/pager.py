@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from kvd.ids import FrameId, GroupId, PageId, SpaceId
+from kvd.ids import FrameId, GroupId, Namespace, PageId, SpaceId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.vm import events as ev
 from kvd.vm.address_space import AddressSpace
@@ -218,8 +218,13 @@ class Pager:
         return self._transfers.writes_held
 
     def is_held(self, space: SpaceId) -> bool:
-        """True while a dirty page of the space waits for a write limit."""
+        """True while a dirty page of the space waits for a write limit, or for its namespace's room on disk."""
         return self._transfers.holds_any(self._space(space).mapped())
+
+    @property
+    def quota_held_bytes(self) -> dict[Namespace, int]:
+        """Bytes of dirty pages that wait for their namespace's room on disk, by namespace."""
+        return self._transfers.quota_held_bytes
 
     @property
     def held_write_bytes(self) -> int:
@@ -394,7 +399,7 @@ class Pager:
             case ev.PagesUnwanted():
                 self._pages_unwanted(event)
             case ev.WritesAllowed():
-                self._transfers.allowance_bytes = event.allowance_bytes
+                self._transfers.allow(event.allowance_bytes, event.rooms)
             case ev.WriteDone():
                 self._transfers.write_done(event.page)
                 self._expected.is_due = self._reclaim.is_due = True

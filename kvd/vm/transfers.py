@@ -1,12 +1,14 @@
 """Pages on their way between RAM and disk: write-behind, loads, and making room.
 
 Theory of operation. Sealed pages are queued for writing at once, so that a turn's pages are durable early and room can
-be made by dropping clean pages. Before any page goes tails are packed (`kvd.vm.packing`): nothing is read again for it.
-Writes that stand between a demand and its room go before write-behind. After a write failed, one is tried at a time,
-ever more rarely (a full disk is full for every page), and dirty pages are not counted on: clean pages of later spaces
-go first rather than nothing at all. The page that failed goes to the end of the queue, so that a page that alone cannot
-be written does not stop the others. A page that its last user let go of while it is in flight stays until the transfer
-ends. The file of a page may go while the page is being read: what was read is then all there is, so the page is dirty.
+be made by dropping clean pages. Before any page goes tails are packed (`kvd.vm.packing`): nothing is read again for
+it. Writes that stand between a demand and its room go before write-behind. After a write failed, one is tried at a
+time, ever more rarely (a full disk is full for every page), and dirty pages are not counted on: clean pages of later
+spaces go first rather than nothing at all. The page that failed goes to the end of the queue, so that a page that
+alone cannot be written does not stop the others. A page of a namespace that has no room left on disk is put aside
+until there is some again: it counts as no room on its way, and holds up nobody else's. A page that its last user let
+go of while it is in flight stays until the transfer ends. The file of a page may go while the page is being read: what
+was read is then all there is, so the page is dirty.
 
 *Refaults* tell a pool that is too small from one that is merely filled for the first time. Evicting for room moves a
 clock on, by bytes, and the page is stamped with it. When the page is demanded again, the clock tells how much went in
@@ -23,6 +25,7 @@ from typing import Final
 
 from kvd.ids import Namespace, PageId, SpaceId
 from kvd.vm.address_space import AddressSpace
+from kvd.vm.disk_rooms import DiskRooms
 from kvd.vm.errors import NoRoomForCopy
 from kvd.vm.events import DropFrame, DropPacked, ForgetPage, Instruction, LoadPage, LoadTail, WritePage
 from kvd.vm.eviction import EvictionPolicy
@@ -85,6 +88,7 @@ class Transfers:
         self._urgent: dict[PageId, Page] = {}
         self._behind: dict[PageId, Page] = {}
         self._writing: dict[PageId, Page] = {}
+        self._rooms = DiskRooms()
         self._fileless: set[PageId] = set()  # pages on their way in whose files went meanwhile
         self.writes_fail = False
         self.allowance_bytes: int | None = None
@@ -105,8 +109,15 @@ class Transfers:
         return spent and bool(self._urgent or self._behind)
 
     def holds_any(self, pages: Iterable[Page]) -> bool:
-        """Whether one of these pages is dirty and waits for a write limit; one whose write has begun does not."""
-        return self.writes_held and any(page.state is PageState.SEALED_DIRTY for page in pages)
+        """Whether one of these pages is dirty and may not be written now; one whose write has begun may."""
+        if self.writes_held:
+            return any(page.state is PageState.SEALED_DIRTY for page in pages)
+        return bool(self._rooms.waiting) and any(page.page_id in self._rooms.waiting for page in pages)
+
+    @property
+    def quota_held_bytes(self) -> dict[Namespace, int]:
+        """Bytes of the dirty pages for which their namespace has no room on disk, by namespace."""
+        return self._rooms.waiting_bytes
 
     @property
     def held_write_bytes(self) -> int:
@@ -140,7 +151,7 @@ class Transfers:
         """Let go of a page nobody maps; one in flight stays until its transfer ends."""
         if page.state in IN_FLIGHT:
             return
-        for queue in (self._urgent, self._behind):
+        for queue in (self._urgent, self._behind, self._rooms.waiting):
             queue.pop(page.page_id, None)
         self._move(page, PageState.RELEASED)
         if page.key is not None:
@@ -206,7 +217,7 @@ class Transfers:
                 if self.writes_fail:
                     continue
                 self.hurry(page)
-                if self.writes_held:
+                if self.writes_held or page.page_id in self._rooms.waiting:
                     continue  # it comes, but nobody knows when: clean pages of later spaces go first
             shortage_bytes -= freed_bytes
             if shortage_bytes <= 0:
@@ -367,8 +378,8 @@ class Transfers:
         """The next writes are of these pages, as far as they are dirty."""
         mine = {page.page_id: page for page in pages if page.state is PageState.SEALED_DIRTY}
         for page_id in mine:
-            self._urgent.pop(page_id, None)
-            self._behind.pop(page_id, None)
+            for queue in (self._urgent, self._behind, self._rooms.waiting):
+                queue.pop(page_id, None)
         self._urgent = mine | self._urgent
 
     def tick(self) -> None:
@@ -382,6 +393,16 @@ class Transfers:
         if self.writes_fail and self.writes_in_flight == 0:
             self._trial_due = True
 
+    def allow(self, allowance_bytes: int | None, rooms: Mapping[Namespace, int]) -> None:
+        """What may be written from here on: in all, and of namespaces with a quota of the disk.
+
+        Args:
+            allowance_bytes: by a write limit; None: there is none.
+            rooms: by namespace, writes under way included; those that are not named: any.
+        """
+        self.allowance_bytes = allowance_bytes
+        self._rooms.allot(rooms, self._writing.values(), (self._urgent, self._behind))
+
     def start_writes(self) -> None:
         """Start queued writes, urgent ones first, as far as the bounds allow."""
         for queue in (self._urgent, self._behind):
@@ -391,6 +412,9 @@ class Transfers:
                 if self.writes_held:
                     return
                 page = next(iter(queue.values()))
+                if not self._rooms.has_room(page):
+                    self._rooms.waiting[page.page_id] = queue.pop(page.page_id)
+                    continue
                 if self.writes_in_flight >= self._max_writes or not self._budget.can_write(page.page_bytes):
                     return
                 del queue[page.page_id]
@@ -398,6 +422,7 @@ class Transfers:
                 self._table.move(page, PageState.WRITING)
                 self._writing[page.page_id] = page
                 self.counters.writes += 1
+                self._rooms.take(page)
                 if self.allowance_bytes is not None:
                     self.allowance_bytes -= page.page_bytes
                 assert page.frame is not None
@@ -443,7 +468,7 @@ class Transfers:
         loading = {page.page_id for page in self._table if page.state is PageState.LOADING}
         if not self._fileless <= loading:
             problems.append(f"without a file are {sorted(self._fileless)}, loading {sorted(loading)}")
-        queued = [*self._urgent, *self._behind]
+        queued = [*self._urgent, *self._behind, *self._rooms.waiting]
         dirty = {page.page_id for page in self._table if page.state is PageState.SEALED_DIRTY}
         if len(queued) != len(dirty) or set(queued) != dirty:
             problems.append(f"write queues hold {sorted(queued)}, dirty are {sorted(dirty)}")

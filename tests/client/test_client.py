@@ -216,7 +216,9 @@ def test_every_method_sends_its_parameters(path: Path, service: FakeService) -> 
         assert client.residency()["budget_bytes"] == 1000
         assert client.residency("z")["agents"][0]["agent"] == "z"
         assert client.statistics().tokens_reused == 3
-        limits = client.configure(budget="4GB", namespace_quotas={"work": 5, "play": None})
+        limits = client.configure(
+            budget="4GB", namespace_quotas={"work": 5, "play": None}, namespace_disk_quotas={"work": "1GB"}
+        )
         assert (limits.budget_bytes, limits.largest_budget_bytes) == (4_000_000_000, None)
         assert (limits.converging, limits.until_restart) == (("budget",), ("budget",))
         assert (limits.namespace_quotas, limits.server) == ({"work": 5}, {"newer": 1})
@@ -226,7 +228,11 @@ def test_every_method_sends_its_parameters(path: Path, service: FakeService) -> 
         assert client.drain() == {"draining": True}
         assert client.shutdown() == {"stopping": True}
     sent = dict(service.calls)
-    assert sent["configure"] == {"budget": "4GB", "namespace_quotas": {"work": 5, "play": None}}
+    assert sent["configure"] == {
+        "budget": "4GB",
+        "namespace_quotas": {"work": 5, "play": None},
+        "namespace_disk_quotas": {"work": "1GB"},
+    }
     assert sent["inject"] == {
         "agents": ["a", "missing"],
         "text": "more",

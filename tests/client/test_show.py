@@ -125,6 +125,7 @@ def test_limits_say_what_they_bound_and_how_long_they_last() -> None:
         "footprint_bytes": 6_000_000_000,
         "footprint_limit_bytes": None,
         "namespace_quotas": {"work": 2_000_000_000},
+        "namespace_disk_quotas": {"work": 9_000_000_000},
         "until_restart": ("budget",),
         "converging": ("budget",),
     }
@@ -135,6 +136,7 @@ def test_limits_say_what_they_bound_and_how_long_they_last() -> None:
         "pins       may hold 1.8 GB",
         "footprint  6.0 GB",
         "quota      work: 2.0 GB",
+        "on disk    work: 9.0 GB",
         "The next start has 10.2 GB again; `kvd serve --budget` sets it for good.",
         "More than the budget is still held: it goes as soon as it is written, or its requests end.",
     ]

@@ -1,5 +1,6 @@
 """The engine in one thread on a disk that forgets: real core, pager, pool, store, recovery; a fake model, no sockets.
 
+Long because it stands for the whole daemon.
 The swap thread is replaced by a queue that carries an operation out when the test says so, or when nothing else can go
 on; when even that does not help, a second of time passes (a tick). A turn that then still waits is stuck: a failure.
 """
@@ -408,13 +409,13 @@ class World:
             self.tick()
             for agent in list(self.core.agents):
                 if agent.compaction_due and agent.logged:
-                    self.job("compact", agent.ref.agent)
+                    self.job("compact", str(agent.ref))
 
     def save_unsaved(self) -> None:
         """What the engine does at its ticks for turns the disk refused."""
         for agent in list(self.core.agents):
             if agent.unsaved is not None:
-                self.job("save", agent.ref.agent)
+                self.job("save", str(agent.ref))
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 
@@ -473,7 +474,8 @@ class World:
 
     def log_path(self, name: str) -> Path:
         """Where the store keeps an agent's log."""
-        return self.folder.log_path(self.spec.fingerprint, "default", name)
+        ref = ref_of(name)
+        return self.folder.log_path(self.spec.fingerprint, ref.namespace, ref.agent)
 
     def spoil_page(self, page_id: PageId) -> None:
         """Flip a bit of a page file."""
@@ -496,5 +498,6 @@ class World:
 
 
 def ref_of(name: str) -> AgentRef:
-    """An agent in the default namespace."""
-    return AgentRef(Namespace("default"), AgentId(name))
+    """An agent in the default namespace, or in that before the slash."""
+    namespace, _, agent = name.rpartition("/")
+    return AgentRef(Namespace(namespace or "default"), AgentId(agent))

@@ -80,6 +80,10 @@ def test_asking_changes_nothing_and_tells_what_is_in_force(make_runner: Callable
         ({"budget_bytes": 49_999}, "budget must be from 50 KB to 4.19 MB (as the test says), not 50 KB"),
         ({"budget_bytes": (1 << 22) + 1}, "budget must be from 50 KB to 4.19 MB"),
         ({"namespace_quotas": {"a": 1}}, "the quota of namespace 'a' must be at least 50 KB, or none, not 1 B"),
+        (
+            {"namespace_disk_quotas": {"a": 1}},
+            "the disk quota of namespace 'a' must be at least 50 KB, or none, not 1 B",
+        ),
         ({"budget_bytes": 60_000, "namespace_quotas": {"a": 1}}, "must be at least 50 KB"),
     ],
 )

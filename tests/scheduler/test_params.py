@@ -150,7 +150,7 @@ def test_good_values_are_taken() -> None:
     ]
 
 
-LIMIT_NAMES = ("budget", "namespace_quotas")
+LIMIT_NAMES = ("budget", "namespace_quotas", "namespace_disk_quotas")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvd.scheduler.commit import sweep
 from kvd.scheduler.shedding import _by_value
@@ -19,7 +19,7 @@ from tests.scheduler.harness import ROOT, Outcome, World, ref_of
 from tests.scheduler.test_turn import text_of
 
 
-def fill(world: World, names: str, lines: int = 40) -> dict[str, str]:
+def fill(world: World, names: Iterable[str], lines: int = 40) -> dict[str, str]:
     """Agents with their own texts, durable; returns the texts."""
     texts = {}
     for name in names:

@@ -1,4 +1,7 @@
-"""The swap thread: strict order among changes, reads overtake all but what they depend on, nothing ends it."""
+"""The swap thread: strict order among changes, reads overtake all but what they depend on, nothing ends it.
+
+Long because each rule of that order has a test of its own, on one desk.
+"""
 
 from __future__ import annotations
 

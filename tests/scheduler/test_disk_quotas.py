@@ -1,0 +1,194 @@
+"""Quotas of the disk by namespace: who is over pays from its own, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvd.ids import Namespace
+from kvd.scheduler.limits import LimitChange, LimitSettings
+from kvd.scheduler.views import agent_info, health_facts, statistics
+from kvd.store.errors import QuotaExceeded
+from kvd.store.swap_store import SwapStore
+from tests.scheduler.harness import World
+from tests.scheduler.porting import bring, export
+from tests.scheduler.test_shedding import fill, restart_asleep, until_saved
+from tests.scheduler.test_turn import text_of
+
+MakeWorld = Callable[..., World]
+WORK, PLAY = Namespace("work"), Namespace("play")
+
+
+def used(world: World) -> dict[str, int]:
+    """What the store says that namespaces take, which is what their files take."""
+    store = world.swap._store
+    assert isinstance(store, SwapStore)
+    store.idle()
+    files = world.fs.live_files()
+    found: dict[str, int] = {}
+    for page_id, header in store._pages.items():
+        found[header.namespace] = found.get(header.namespace, 0) + len(files[world.page_path(page_id)])
+    for agent in world.core.agents:
+        if agent.logged:
+            size = len(files[world.log_path(str(agent.ref))])
+            found[agent.ref.namespace] = found.get(agent.ref.namespace, 0) + size
+    for ref in world.core.agents.asleep:
+        found[ref.namespace] = found.get(ref.namespace, 0) + len(files[world.log_path(str(ref))])
+    assert dict(store.statistics().namespace_bytes) == found
+    return found
+
+
+def set_quota(world: World, quota_bytes: int | None, namespace: Namespace = WORK) -> None:
+    """As `configure` does."""
+    world.core.limits.change(LimitChange(namespace_disk_quotas={namespace: quota_bytes}))
+
+
+def given_up_of(world: World) -> set[str]:
+    """Whose pages were given up."""
+    return {agent for facts in world.events("kv_given_up") for agent in facts["agents"]}  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    """A world in which any quota may be set."""
+    return make_world(limits=LimitSettings(least_bytes=1), budget_pages=120)
+
+
+@pytest.mark.parametrize("sharing", ["namespace", "agent"])
+def test_a_namespace_that_is_over_pays_from_its_own(make_world: MakeWorld, sharing: str) -> None:
+    """P25: the quota holds, the new turn is durable in the end, others lose nothing although they were used before."""
+    world = make_world(limits=LimitSettings(least_bytes=1), budget_pages=120, sharing=sharing)
+    texts = fill(world, ["play/p", "work/a", "work/b"])
+    quota_bytes = used(world)["work"] + 30_000
+    set_quota(world, quota_bytes)
+    new = f"work/c says: {text_of(45)}"
+    texts["work/c"] = new + world.generate("work/c", new).turn.text
+    until_saved(world)
+    assert given_up_of(world) == {"work/a"}
+    assert agent_info(world.core, world.agent("work/c"))["durable"]
+    assert used(world)["work"] <= quota_bytes
+    assert health_facts(world.core)["disk"] == "ok"
+    assert not world.core.pager.writes_fail
+    world.crash()
+    assert {name: world.text(name) for name in texts} == texts
+    set_quota(world, quota_bytes)  # files that came back with the power go again
+    world.settle()
+    assert used(world)["work"] <= quota_bytes
+    turn = world.generate("play/p", texts["play/p"]).turn
+    assert turn.cached_tokens == turn.prompt_tokens - 1
+
+
+def test_where_nothing_can_go_a_turn_says_why_and_others_are_served(world: World) -> None:
+    """P25 P33: durable false with the namespace and its quota, health names it; more room, and it is saved."""
+    fill(world, ["work/a"])
+    assert world.job("pin", "work/a").facts["durable"]
+    set_quota(world, used(world)["work"] + 1_000)
+    turn = world.generate("work/b", f"work/b says: {text_of(60)}").turn
+    assert not turn.durable
+    assert "the disk quota of namespace 'work'" in str(turn.durable_reason)
+    for _ in range(3):
+        world.settle()
+        world.save_unsaved()
+    short = world.inject("work/c", "short").turn
+    assert (short.durable, "the disk quota" in str(short.durable_reason)) == (False, True), "a record needs room, too"
+    world.tick()
+    assert not world.events("kv_given_up")
+    assert health_facts(world.core)["disk_quotas_full"] == ["work"]
+    assert health_facts(world.core)["disk"] == "ok"
+    figures = statistics(world.core)["namespaces"]
+    assert isinstance(figures, dict)
+    assert figures["work"]["waiting_bytes"] > 0
+    assert world.generate("play/p", f"play/p says: {text_of(60)}").turn.durable
+    assert world.core.limits.facts()["until_restart"] == ["namespace_disk_quotas"]
+    set_quota(world, None)
+    until_saved(world)
+    world.tick()
+    assert health_facts(world.core)["disk_quotas_full"] == []
+    text = world.text("work/b")
+    world.crash()
+    assert world.text("work/b") == text
+
+
+def test_a_smaller_quota_takes_at_once_what_is_over(world: World) -> None:
+    """P25: nobody has to write for it; the limits say that it converges until files are gone."""
+    texts = fill(world, ["work/a", "work/b", "play/p"])
+    before = used(world)
+    set_quota(world, before["work"] - 1)
+    assert world.core.limits.facts()["converging"] == ["namespace_disk_quotas"]
+    world.settle()
+    assert given_up_of(world) == {"work/a"}
+    assert used(world)["work"] < before["work"]
+    assert used(world)["play"] == before["play"]
+    assert world.core.limits.facts()["converging"] == []
+    turn = world.generate("work/a", texts["work/a"]).turn
+    assert "are computed again" in turn.match_reason
+
+
+def test_shared_pages_count_once_for_the_namespace(world: World) -> None:
+    """P18: sharing is not punished: a fork costs its log, and what two agents map goes with the one used later."""
+    texts = fill(world, ["work/a", "work/b"])
+    before = used(world)["work"]
+    assert world.job("fork", "work/a", new_agent="z").facts["durable"]
+    after = used(world)["work"]
+    assert before < after <= before + len(world.fs.live_files()[world.log_path("work/z")])
+    figures = statistics(world.core)["namespaces"]
+    assert isinstance(figures, dict)
+    assert figures["work"]["disk_bytes"] == after
+    set_quota(world, after - 1)
+    world.settle()
+    assert given_up_of(world) == {"work/b"}, "a's pages are z's, too, and z was made last"
+    turn = world.generate("work/a", texts["work/a"]).turn
+    assert turn.cached_tokens == turn.prompt_tokens - 1
+
+
+def test_sleepers_of_the_namespace_pay_and_no_others(world: World) -> None:
+    """P25: after a start nobody is awake, and each namespace still has its own."""
+    texts = fill(world, ["play/p", "work/a", "work/b"])
+    restart_asleep(world)
+    assert len(world.core.agents.asleep) == 3
+    set_quota(world, used(world)["work"] - 1)
+    world.settle()
+    assert given_up_of(world) == {"work/a"}
+    assert used(world)["work"] < world.core.disk_quotas.quotas[WORK]
+    world.read_agents = 10
+    world.crash()
+    assert {name: world.text(name) for name in texts} == texts
+
+
+def test_use_is_known_after_everything_that_changes_it(world: World) -> None:
+    """P6: turns, forks, branches, compactions, deletions, a start with and without reading logs."""
+    texts = fill(world, ["work/a", "play/p"])
+    world.job("fork", "work/a", new_agent="z", tokens=300)
+    world.generate("work/a", texts["work/a"][:200] + " but then " + text_of(30))
+    world.settle()
+    first = used(world)
+    world.job("rollback", "work/z", tokens=100)
+    world.job("compact", "work/a")
+    world.settle()
+    assert used(world) != first
+    world.crash(lossy=False)
+    kept = used(world)
+    restart_asleep(world)
+    assert used(world) == kept
+    world.read_agents = 10
+    world.crash()
+    for name in ("work/a", "work/z", "play/p"):
+        world.job("delete", name)
+    world.settle()
+    assert used(world) == {}
+
+
+def test_an_import_that_does_not_fit_is_refused(world: World) -> None:
+    """P22: before anything is written, with both figures and whose quota it is."""
+    fill(world, ["work/a"])
+    assert export(world, "work/a").error is None
+    set_quota(world, used(world)["work"] + 1_000)
+    error = bring(world, "work/b").error
+    assert isinstance(error, QuotaExceeded)
+    assert error.data["namespace"] == "work"
+    assert "'work'" in error.message
+    assert not world.has("work/b")
+    set_quota(world, None)
+    assert bring(world, "work/b").error is None
+    assert used(world)["work"] > 0
