@@ -10,7 +10,10 @@ PYTEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test test-long torture check format bench clean
+# Hundreds of children import kvd, and pytest rewrites the assertions of 250 files: both are done once and kept.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test test-long torture check lint types suite format bench clean
 
 help:
 	@echo "make demo    install into .venv and show an agent's context surviving kill -9"
@@ -23,20 +26,25 @@ help:
 	@echo "make clean   remove .venv and every generated file"
 
 # The stamp is written last, so an interrupted install starts afresh; it depends on pyproject.toml, so a changed
-# dependency is installed by the next call.
+# dependency is installed by the next call. Byte code is made of the modules that are used, when they are: compiling all
+# that is installed is nearly half of an install.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvd needs Python 3.11 or later: PYTHON=/path/to/python make ..." >&2; exit 1; }
 	@echo "installing into $(VENV) with $(PYTHON) (one time, 0.7 GB on disk)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV) \
 	  || { echo "cannot make a venv; on Debian: apt install python3-venv" >&2; exit 1; }
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -e '.[dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/kvd demo
 
-test: check
+# What 'make check' looks at, its tests among all others. mypy keeps one core busy for a minute: pytest goes on beside it.
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types suite
+
+suite: $(STAMP)
 	$(PYTEST)
 
 test-long: $(STAMP)
@@ -46,12 +54,16 @@ torture: $(STAMP)
 	$(BIN)/python -m tests.torture --kills 200 --flips 1000 --races 20
 	$(BIN)/python -m pytest tests/faults
 
-check: $(STAMP)
+check: lint types
+	$(BIN)/python -m pytest tests/test_layers.py tests/test_docs.py tests/test_public_surface.py
+
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/python tools/check_size.py
-	$(BIN)/python -m pytest tests/test_layers.py tests/test_docs.py tests/test_public_surface.py
+
+types: $(STAMP)
+	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
