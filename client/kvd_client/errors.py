@@ -6,7 +6,7 @@
     ├── CallTimeout              environment: no message within `timeout_s`; the call was cancelled
     └── RemoteError              the daemon's answer; `name`, `code`, `data`, `retry_after_s` as on the wire
         ├── RequestError         caller: InvalidRequest, InvalidParams, InvalidText, MethodNotFound, Unsupported,
-        │                        AgentNotFound, AgentExists, AgentBusy, ContextFull, BudgetExceeded
+        │                        AgentNotFound, AgentExists, AgentBusy, NotResumable, ContextFull, BudgetExceeded
         ├── Cancelled            the caller's own wish
         ├── ServiceError         environment: Busy, Draining, NotReady, EnvironmentFault, StorageError, ModelError,
         │                        ConfigError
@@ -134,6 +134,12 @@ class AgentBusy(RequestError):
     """The agent has a request in flight that the call would disturb."""
 
     wire_name = "agent_busy"
+
+
+class NotResumable(RequestError):
+    """A broken stream cannot go on where it broke: its prompt is not the one it began with."""
+
+    wire_name = "not_resumable"
 
 
 class ContextFull(RequestError):

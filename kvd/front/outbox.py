@@ -2,7 +2,8 @@
 
 Text that arrives for a call whose last waiting message is text of the same kind is appended to that message, and a
 newer progress report replaces an older one: a reader that falls behind gets fewer, larger messages in the same order
-per call. What cannot be merged waits as it is. The owner watches `waiting_bytes`.
+per call. Ids of tokens are appended to earlier ones across the text between them: a reader may know of tokens whose
+text it has not got, never the reverse. What cannot be merged waits as it is. The owner watches `waiting_bytes`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 
 MERGED = frozenset({"text", "reasoning"})
 REPLACED = frozenset({"prefill", "queued"})
+TOKENS = "tokens"
 _ENTRY_BYTES = 256
 """What a waiting message costs beside its own bytes: many tiny ones must not slip under the bound."""
 _PARTS = 256
@@ -22,13 +24,16 @@ Encode = Callable[[int, Mapping[str, object]], bytes]
 class _Entry:
     """A waiting message: final bytes, or an event that may still take in later ones."""
 
-    __slots__ = ("cost_bytes", "data", "kind", "parts", "request_id")
+    __slots__ = ("cost_bytes", "data", "ids", "kind", "parts", "request_id")
 
-    def __init__(self, data: bytes, request_id: int, kind: str, text: str | None) -> None:
+    def __init__(
+        self, data: bytes, request_id: int, kind: str, text: str | None, ids: list[object] | None = None
+    ) -> None:
         self.data = data
         self.request_id = request_id
         self.kind = kind
         self.parts: list[str] | None = None if text is None else [text]
+        self.ids = ids
         self.cost_bytes = len(data) + _ENTRY_BYTES
 
 
@@ -43,6 +48,7 @@ class Outbox:
         self._encode = encode
         self._entries: deque[_Entry] = deque()
         self._open: dict[int, _Entry] = {}
+        self._ids: dict[int, _Entry] = {}
         self.waiting_bytes = 0
 
     def __bool__(self) -> bool:
@@ -63,6 +69,10 @@ class Outbox:
         """
         data = self._encode(request_id, event)
         kind = str(event.get("type"))
+        ids = event.get("ids") if kind == TOKENS and event.keys() == {"type", "ids"} else None
+        if isinstance(ids, list):
+            self._add_ids(request_id, ids, data)
+            return
         text = event.get("text") if kind in MERGED and event.keys() == {"type", "text"} else None
         text = text if isinstance(text, str) else None
         last = self._open.get(request_id)
@@ -77,14 +87,31 @@ class Outbox:
                 self._grow(last, len(data) - len(last.data))
                 last.data = data
                 return
-        self.seal(request_id)
+        self._seal_text(request_id)
         entry = _Entry(data, request_id, kind, text)
         self._append(entry)
         if text is not None or kind in REPLACED:
             self._open[request_id] = entry
 
+    def _add_ids(self, request_id: int, ids: list[object], data: bytes) -> None:
+        entry = self._ids.get(request_id)
+        if entry is not None and entry.ids is not None:
+            entry.ids += ids
+            self._grow(entry, len(data))
+            return
+        self._seal_text(request_id)  # text that comes from here on must not overtake these
+        entry = self._ids[request_id] = _Entry(data, request_id, TOKENS, None, list(ids))
+        self._append(entry)
+
     def seal(self, request_id: int) -> None:
-        """Make the call's open message final; must happen while the call is in flight on the wire."""
+        """Make the call's open messages final; must happen while the call is in flight on the wire."""
+        self._seal_text(request_id)
+        entry = self._ids.pop(request_id, None)
+        if entry is not None:
+            entry.data = self._encode(request_id, {"type": TOKENS, "ids": entry.ids})
+            entry.ids = None
+
+    def _seal_text(self, request_id: int) -> None:
         entry = self._open.pop(request_id, None)
         if entry is not None and entry.parts is not None:
             if len(entry.parts) > 1:
@@ -99,7 +126,7 @@ class Outbox:
         """
         entry = self._entries.popleft()
         self.waiting_bytes -= entry.cost_bytes
-        if self._open.get(entry.request_id) is entry:
+        if self._open.get(entry.request_id) is entry or self._ids.get(entry.request_id) is entry:
             self.seal(entry.request_id)
         return entry.data
 
@@ -107,6 +134,7 @@ class Outbox:
         """Drop everything."""
         self._entries.clear()
         self._open.clear()
+        self._ids.clear()
         self.waiting_bytes = 0
 
     def _append(self, entry: _Entry) -> None:

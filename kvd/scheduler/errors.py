@@ -2,6 +2,7 @@
 
 CallerError
 ├── MethodNotFound
+├── NotResumable
 └── Unsupported
 EnvironmentFault
 ├── Busy
@@ -54,6 +55,12 @@ class NotDeleted(EnvironmentFault):
     """The disk refused to let go of an agent's log; the agent is still there, and the call may be tried again."""
 
     name = "not_deleted"
+
+
+class NotResumable(CallerError):
+    """A broken stream cannot go on: its prompt is not the one it began with."""
+
+    name = "not_resumable"
 
 
 class NotReady(EnvironmentFault):

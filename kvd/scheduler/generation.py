@@ -141,6 +141,7 @@ class Generation:
         sampler: chooses tokens.
         residence: what the turn holds of the machine.
         kept_tokens: tokens the branch had before the turn; they stay whatever happens.
+        held_tokens: of these, tokens behind the prompt: the beginning of the answer, which is resumed.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Generation:
         residence: Residence,
         *,
         kept_tokens: int,
+        held_tokens: int = 0,
     ) -> None:
         self._core = core
         self._branch = branch
@@ -160,8 +162,15 @@ class Generation:
         self._residence = residence
         self._kept_tokens = kept_tokens
         self._watch = StopWatch(core.codec, state.request.stop)
+        self.prompt_tokens = len(branch.tokens) - held_tokens
+        # tokens of the answer that were there: said again by `decode`, text of the branch already
+        self._held = branch.tokens[self.prompt_tokens :]
+        self._has_said_held = not self._held
         self._generated: list[int] = []
-        self.prompt_tokens = len(branch.tokens)
+        self._is_settled = False
+        resume = state.request.resume
+        # tokens that the caller has: they come again, and are not sampled again
+        self._given = deque(() if resume is None else resume.tokens[held_tokens:])
         self.text = ""
         self.logprobs: list[dict[str, object]] | None = None if state.request.logprobs is None else []
         # of sampled tokens whose text is not all given out yet: a few, or as many as a stop string has characters
@@ -203,27 +212,32 @@ class Generation:
         core, branch, state = self._core, self._branch, self._state
         began_s = self._here_s()
         try:
+            self._note_first_token(is_there=bool(self._held))
+            self._has_said_held = True
+            for token in self._held:
+                self._say(token)
+                if self._watch.stopped:
+                    return "stop"
+            if len(self._generated) >= state.request.max_tokens:
+                self._emit(self._watch.flush())
+                return "length"
             while True:
                 raise_if_stopped(state.stop)
                 sampling_s = core.clock()
-                token = self._sampler.sample(branch.tokens, logits)
+                given = self._given.popleft() if self._given else None
+                token = self._sampler.sample(branch.tokens, logits, given)
                 core.stats.sampling_s += core.clock() - sampling_s
-                if state.times.first_token_s is None:
-                    state.times.first_token_s = core.clock() - state.started_s
-                    state.request.emit({"type": "first_token"})
+                self._note_first_token(is_there=True)
                 if token in core.codec.eos_ids:
                     self._emit(self._watch.flush())
                     return "stop"
                 branch.tokens.append(token)
                 branch.token_bytes.append(0)  # settled by `settle_text`, once it is known which bytes surface
-                self._generated.append(token)
+                if state.request.resumable and given is None:
+                    state.request.emit({"type": "tokens", "ids": [token]})
                 if self._sampler.noted is not None:
                     self._noted.append(self._sampler.noted)
-                text = self._watch.feed(token)
-                if state.request.tells_control and core.codec.is_control(token):
-                    place = len(self.text) + len(text) + self._watch.held_characters
-                    self._control.append((place, core.codec.token_bytes(token).decode(errors="replace")))
-                self._emit(text)
+                self._say(token)
                 if self._watch.stopped:
                     return "stop"
                 if len(self._generated) >= state.request.max_tokens:
@@ -237,20 +251,40 @@ class Generation:
         finally:
             state.times.decode_s = self._here_s() - began_s
 
+    def _note_first_token(self, *, is_there: bool) -> None:
+        if is_there and self._state.times.first_token_s is None:
+            self._state.times.first_token_s = self._core.clock() - self._state.started_s
+            self._state.request.emit({"type": "first_token"})
+
+    def _say(self, token: int) -> None:
+        """A token of the answer: give out the text that is certain now."""
+        self._generated.append(token)
+        text = self._watch.feed(token)
+        if self._state.request.tells_control and self._core.codec.is_control(token):
+            place = len(self.text) + len(text) + self._watch.held_characters
+            self._control.append((place, self._core.codec.token_bytes(token).decode(errors="replace")))
+        self._emit(text)
+
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the turn, if one did."""
         return self._watch.stop_string
 
     def settle_text(self) -> None:
-        """Give the generated tokens their text; ids beyond what was given out go."""
+        """Give the generated tokens their text; ids beyond what was given out go. Once: later it does nothing."""
+        if self._is_settled:
+            return
+        self._is_settled = True
         branch = self._branch
         generated, self._generated = self._generated, []
+        held = len(self._held)
+        settled = self.prompt_tokens + held
         kept = self._watch.kept_tokens
-        del branch.tokens[self.prompt_tokens :], branch.token_bytes[self.prompt_tokens :]
-        if kept:
+        del branch.tokens[settled:], branch.token_bytes[settled:]
+        if kept > held:
             data, lengths = self._core.codec.surface(generated[:kept])
-            branch.append("generated", data, generated[:kept], lengths)
+            told = data[sum(lengths[:held]) :]
+            branch.append("generated", told, generated[held:kept], lengths[held:])
 
     def trim(self) -> Waiting:
         """Settle the branch for the commit: give generated tokens their text, cut overshoot and half characters.
@@ -262,6 +296,8 @@ class Generation:
         self.settle_text()
         branch = self._branch
         tokens = len(branch.tokens)
+        if self._held and self._has_said_held:  # a stop string may end the answer earlier than it did
+            tokens = min(tokens, self.prompt_tokens + self._watch.kept_tokens)
         if branch.behind:
             # a cancelled prefill leaves ids without KV: keep what was computed, on a character border, and what there
             # was before

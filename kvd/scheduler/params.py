@@ -17,7 +17,7 @@ from kvd.ops.sizes import parse_size
 from kvd.scheduler.chat_params import checked_choice, checked_format, checked_messages, checked_tools
 from kvd.scheduler.logprobs import MAX_ALTERNATIVES, MAX_ENTRIES
 from kvd.scheduler.plain_values import check_plain, check_text
-from kvd.scheduler.requests import AgentRef, OnContextFull
+from kvd.scheduler.requests import AgentRef, OnContextFull, Resume
 from kvd.scheduler.sampling import SamplingParams
 from kvd.scheduler.state import Priority
 
@@ -33,6 +33,8 @@ TURN_NAMES = (
     "on_context_full",
     "priority",
     "response_format",
+    "resumable",
+    "resume",
     "stop",
     "stream",
     "timeout_s",
@@ -40,6 +42,7 @@ TURN_NAMES = (
     *SAMPLING_NAMES,
 )
 CHAT_NAMES = ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+RESUME_NAMES = ("key", "tokens")
 MAX_STOP_STRINGS = 16
 MAX_NEW_TOKENS = 1_000_000
 MAX_TIMEOUT_S = 1_000_000
@@ -313,6 +316,23 @@ class Params:
                 max_tokens=max_tokens,
             )
         return count
+
+    def resume(self, max_tokens: int) -> Resume | None:
+        """Where a stream broke; None for a new one.
+
+        Raises:
+            InvalidParams: naming what it must have.
+        """
+        raw = self.mapping("resume")
+        if raw is None:
+            return None
+        words = f"resume must be a map of key (a string) and tokens (a list of at most max_tokens, {max_tokens}, ids)"
+        tokens, key = raw.get("tokens"), raw.get("key")
+        if set(raw) != set(RESUME_NAMES) or not isinstance(key, str) or not isinstance(tokens, list):
+            raise InvalidParams(words, parameter="resume", allowed=list(RESUME_NAMES))
+        if len(tokens) > max_tokens or not all(type(token) is int and token >= 0 for token in tokens):
+            raise InvalidParams(words, parameter="resume", max_tokens=max_tokens)
+        return Resume(tuple(tokens), key)
 
     def messages(self) -> list[dict[str, object]]:
         """Chat messages (see `checked_messages`).

@@ -34,6 +34,19 @@ class AgentRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a stream broke (see `kvd.scheduler.resuming`).
+
+    Attributes:
+        tokens: ids of the new tokens that the caller was told.
+        key: digest of the prompt that the stream began with.
+    """
+
+    tokens: tuple[int, ...]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRequest:
     """Extend an agent's text and, unless `max_tokens` is 0, generate.
 
@@ -50,6 +63,8 @@ class TurnRequest:
         emit: called on the engine thread with each stream event.
         method: the protocol's method, for the request's log line.
         hooks: further logits hooks, run after those that `sampling` stands for.
+        resumable: `emit` also gets the ids of new tokens, and with `matched` the prompt's key.
+        resume: the stream broke: these tokens come first, and are not sampled.
         tells_control: `emit` also gets `control` events, with the name of each control token where it was generated.
         on_context_full: what to do when prompt and `max_tokens` exceed the model's context.
         priority: `background` starts when nothing `interactive` waits, and is preempted for it (see
@@ -74,6 +89,8 @@ class TurnRequest:
     method: str = "generate"
     hooks: tuple[LogitsHook, ...] = ()
     tells_control: bool = False
+    resumable: bool = False
+    resume: Resume | None = None
     on_context_full: OnContextFull = "error"
     priority: Priority = "interactive"
     timeout_s: float | None = None
@@ -124,6 +141,7 @@ class TurnResult:
         context_full: `length` because the model's context is full, before `max_tokens` were made.
         logprobs: one map for each of the `completion_tokens`; None when they were not asked for.
         stop_string: the stop string that ended the text; None when something else did.
+        resumed_tokens: of the `completion_tokens`, those that the caller gave to go on behind.
     """
 
     text: str
@@ -150,6 +168,7 @@ class TurnResult:
     context_full: bool = False
     logprobs: Sequence[Mapping[str, object]] | None = None
     stop_string: str | None = None
+    resumed_tokens: int = 0
 
     def to_wire(self) -> dict[str, object]:
         """As the client sees it."""

@@ -188,23 +188,24 @@ class Sampler:
             self._hooks.append(repetition_hook(params.repetition_penalty))
         self._hooks.extend(hooks)
 
-    def sample(self, ids: Sequence[int], logits: Logits) -> int:
+    def sample(self, ids: Sequence[int], logits: Logits, given: int | None = None) -> int:
         """Choose the token that follows `ids`.
 
         Args:
             ids: all ids before it; `len(ids)` is its position.
             logits: float32 [vocab], owned by the sampler from here on.
+            given: it was chosen before; what is noted with a token is noted, and hooks see it come.
 
         Raises:
             NonFiniteLogits: they hold NaN or plus infinity, or nothing but minus infinity.
         """
         # hooks write into their argument
-        given = logits.copy() if self._hooks and self._logprobs is not None else logits
+        told = logits.copy() if self._hooks and self._logprobs is not None else logits
         for hook in self._hooks:
             logits = hook(ids, logits)
-        token = self._choose(ids, logits)
+        token = self._choose(ids, logits) if given is None else given
         if self._logprobs is not None:
-            self.noted = token_logprob(token, given, self._logprobs)
+            self.noted = token_logprob(token, told, self._logprobs)
         return token
 
     def _choose(self, ids: Sequence[int], logits: Logits) -> int:

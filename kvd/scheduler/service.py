@@ -255,6 +255,8 @@ class KvdService:
             sampling=params.sampling(),
             logprobs=params.logprobs(max_tokens),
             hooks=prepared.hooks,
+            resumable=params.flag("resumable", default=False),
+            resume=params.resume(max_tokens),
             tells_control=prepared.tells_control,
             stop=params.stop(),
             emit=emit,

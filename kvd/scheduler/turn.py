@@ -26,23 +26,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvd.errors import Cancelled, InvalidParams, KvdError
+from kvd.errors import Cancelled, KvdError
 from kvd.quant.spec import PAGE_TOKENS
-from kvd.scheduler.admission import new_tokens, refuse_long_text, refuse_over_budget, reserve
+from kvd.scheduler.admission import reserve
 from kvd.scheduler.agents import Agent, Branch
 from kvd.scheduler.branches import close_surplus
 from kvd.scheduler.commit import Committed, Committing, commit
 from kvd.scheduler.endings import agent_of, use
 from kvd.scheduler.generation import Generation
+from kvd.scheduler.planning import Plan, plan_turn, until_in
 from kvd.scheduler.requests import FinishReason, TurnRequest, TurnResult
 from kvd.scheduler.residence import Residence
+from kvd.scheduler.resuming import resume_facts
 from kvd.scheduler.sampling import Sampler
 from kvd.scheduler.sharing import Advance
 from kvd.scheduler.state import Priority
-from kvd.scheduler.waiting import Patience, Wait, raise_if_stopped
+from kvd.scheduler.waiting import Patience, Wait
 from kvd.vm.events import Pinned, Unpinned
-from kvd.vm.prefix import Match, StoredText, best_match
-from kvd.vm.text import TypedText, joined, rest_of
+from kvd.vm.prefix import Match
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -102,53 +103,6 @@ class TurnState:
         return self.cancel_reason if self.cancelled else None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a turn will do, decided before anything changes.
-
-    Attributes:
-        source: branch that keeps most of the prompt.
-        match: how they compare; the kind is that of the agent's own best branch in any case.
-        prompt: the agent's whole text, with what is added.
-        suffix: text to add after what is kept.
-        ids: its token ids.
-        lengths: bytes each id stands for.
-        max_tokens: new tokens that there is room for, at most as many as were asked for.
-        needed_bytes: working set at its largest, and what others have pinned.
-        is_shared: `source` maps pages of the namespace and is not the agent's yet (see `Sharing.map_pages`).
-    """
-
-    source: Branch
-    match: Match
-    prompt: TypedText
-    suffix: TypedText
-    ids: list[int]
-    lengths: list[int]
-    max_tokens: int
-    needed_bytes: int
-    is_shared: bool = False
-
-    @property
-    def reach_bytes(self) -> int:
-        """Bytes of the prompt whose KV exists."""
-        return self.source.text_bytes_of(self.match.computed_tokens)
-
-    def needs(self, core: EngineCore, agent: Agent) -> int:
-        """`needed_bytes` as of now.
-
-        Raises:
-            BudgetExceeded: that is more than there can be.
-        """
-        tokens = self.match.keep_tokens + len(self.ids) + self.max_tokens
-        # a turn that commits may have let go of the branch it began with
-        return refuse_over_budget(core, agent, self.source if core.is_open(self.source.space) else agent.branch, tokens)
-
-    def drop(self, core: EngineCore) -> None:
-        """It is not carried out: let go of what it maps."""
-        if self.is_shared:
-            core.let_go(self.source)
-
-
 def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnResult]:
     """Run one turn to its reply.
 
@@ -163,10 +117,10 @@ def run_turn(core: EngineCore, state: TurnState) -> Generator[Wait, None, TurnRe
     )
     agent, is_new = agent_of(core, request)
     try:
-        plan = _plan(core, agent, request)
+        plan = plan_turn(core, agent, request)
         residence = state.residence = _residence(core, agent, plan, state)
         try:
-            plan = yield from _until_in(core, agent, plan, state, residence)
+            plan = yield from until_in(core, agent, plan, state, residence)
             core.journal.turn_begun(state)
             state.request = replace(request, max_tokens=plan.max_tokens)
             state.is_shortened = plan.max_tokens < request.max_tokens
@@ -191,120 +145,6 @@ def _residence(core: EngineCore, agent: Agent, plan: Plan, state: TurnState) -> 
     """Ask for the turn's place."""
     asked = reserve(core, plan.source, plan.needed_bytes, is_background=state.is_background, can_leave=True)
     return Residence(core, state, asked, plan.needed_bytes, partial(plan.needs, core, agent))
-
-
-def _plan(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
-    prompt = request.prompt if request.continues is None else request.continues.after(agent.branch.typed)
-    if request.appends_text:
-        prompt = joined(agent.branch.typed, prompt)
-    branch_id, match = _match(agent, request, prompt)
-    source, is_shared = agent.branches[branch_id], False
-    if not (_goes_on(request) and agent.branch.tokens):
-        reach_bytes = source.text_bytes_of(match.computed_tokens)
-        found = core.sharing.find(agent.ref, prompt, reach_bytes)
-        if found is not None:
-            source, is_shared = core.sharing.map_pages(agent, *found), True
-            match = _shared_match(match, source)
-    try:
-        suffix = rest_of(prompt, match.keep_bytes)
-        refuse_long_text(core, suffix, match.keep_tokens, request.max_tokens)
-        ids, lengths = core.encode(suffix, at_start=match.keep_tokens == 0)
-        prompt_tokens = match.keep_tokens + len(ids)
-        if not prompt_tokens:
-            raise InvalidParams("the text is empty; send at least one character", parameter="text")
-        max_tokens = new_tokens(core, request, prompt_tokens)
-        needed_bytes = refuse_over_budget(core, agent, source, prompt_tokens + max_tokens)
-    except BaseException:
-        if is_shared:
-            core.let_go(source)
-        raise
-    return Plan(source, match, prompt, suffix, ids, lengths, max_tokens, needed_bytes, is_shared)
-
-
-def _goes_on(request: TurnRequest) -> bool:
-    """Whether what is added goes on from where the agent is, whatever else has the same text."""
-    return request.append or request.continues is not None
-
-
-def _shared_match(own: Match, source: Branch) -> Match:
-    """What pages of the namespace keep of a prompt, told as an addition to how the agent's own text compares."""
-    tokens = len(source.tokens)
-    return replace(
-        own,
-        keep_tokens=tokens,
-        keep_bytes=len(source.text),
-        computed_tokens=tokens,
-        reason=f"{own.reason}; {tokens} tokens are in pages of the namespace",
-    )
-
-
-def _until_in(
-    core: EngineCore, agent: Agent, plan: Plan, state: TurnState, residence: Residence
-) -> Generator[Wait, None, Plan]:
-    """Wait for a place, then for pages that other turns are about to seal.
-
-    Returns:
-        The plan, a new one when there is more to begin with by now.
-
-    Raises:
-        Cancelled: nothing is mapped any more; the caller closes the residence.
-    """
-    began_s = core.clock()
-    try:
-        if not core.reservations.is_in(residence.reservation):
-            core.paging.expect(plan.source.space)
-        yield from residence.until_in()
-        while not (_goes_on(state.request) and agent.branch.tokens):
-            plan = _replan(core, agent, plan, state.request, residence)
-            there = core.sharing.awaited(agent.ref, plan.prompt, plan.reach_bytes)
-            if there is None:
-                break
-            yield lambda: there() or residence.is_wanted or state.stop() is not None  # noqa: B023  waited for at once
-            raise_if_stopped(state.stop)
-            yield from residence.step_aside()
-    except BaseException:
-        plan.drop(core)
-        raise
-    state.times.queued_s += core.clock() - began_s
-    return plan
-
-
-def _replan(core: EngineCore, agent: Agent, plan: Plan, request: TurnRequest, residence: Residence) -> Plan:
-    """A plan that begins with more pages, if there are more by now and it fits the place that the turn has."""
-    if core.sharing.find(agent.ref, plan.prompt, plan.reach_bytes) is None:
-        return plan
-    try:
-        better = _plan(core, agent, request)
-    except KvdError:  # other ids of the same text may be more of them
-        return plan
-    if better.needed_bytes > residence.needed_bytes:
-        better.drop(core)
-        return plan
-    plan.drop(core)
-    residence.needs = partial(better.needs, core, agent)
-    return better
-
-
-def _match(agent: Agent, request: TurnRequest, prompt: TypedText) -> tuple[int, Match]:
-    """The branch that keeps most of the prompt, and how they compare."""
-    if request.appends_text:
-        branch = agent.branch
-        keep = Match(
-            kind="extend" if branch.tokens else "new",
-            keep_tokens=len(branch.tokens),
-            keep_bytes=len(branch.text),
-            computed_tokens=branch.computed,
-            matched_bytes=len(branch.text),
-            matched_ratio=1.0,
-            reason="appended",
-        )
-        return agent.current, keep
-    stored = {
-        branch_id: StoredText.of(branch.typed, branch.token_bytes, branch.computed)
-        for branch_id, branch in agent.branches.items()
-        if request.continues is None or branch_id == agent.current  # what is added goes on from where the agent is
-    }
-    return best_match(stored, prompt, agent.current)
 
 
 # ---- the work -------------------------------------------------------------------------------------------------------
@@ -376,12 +216,21 @@ def _work(
     try:
         notes += yield from residence.activate(branch)
         branch.append_typed(plan.suffix, plan.ids, plan.lengths)
-        generation = Generation(core, branch, state, sampler, residence, kept_tokens=plan.match.keep_tokens)
-        replaying = branch.computed == generation.prompt_tokens and request.max_tokens > 0
-        cached_tokens = branch.computed - 1 if replaying else branch.computed
+        generation = Generation(
+            core,
+            branch,
+            state,
+            sampler,
+            residence,
+            kept_tokens=plan.match.keep_tokens,
+            held_tokens=plan.held_tokens,
+        )
+        replaying = branch.computed == len(branch.tokens) and request.max_tokens > 0
+        cached_tokens = min(branch.computed - 1 if replaying else branch.computed, generation.prompt_tokens)
+        told = resume_facts(core, request, branch.tokens[: generation.prompt_tokens])
         reason = "; ".join([plan.match.reason, *notes])
         matched = {"match": plan.match.kind, "match_reason": reason, "prompt_tokens": generation.prompt_tokens}
-        request.emit({"type": "matched", **matched, "cached_tokens": cached_tokens})
+        request.emit({"type": "matched", **matched, "cached_tokens": cached_tokens, **told})
         core.journal.matched(state, {**matched, "cached_tokens": cached_tokens}, _divergence(plan.match))
         finish = yield from _generate(generation, request, replaying=replaying)
         core.stats.tokens_reused += cached_tokens
@@ -426,13 +275,14 @@ def _work(
         queued_s=state.times.queued_s,
         commit_s=state.times.commit_s,
         swapped_in_pages=state.swapped_in_pages,
-        appended_tokens=generation.prompt_tokens - plan.match.keep_tokens,
+        appended_tokens=max(0, generation.prompt_tokens - plan.match.keep_tokens),
         written_bytes=done.written_bytes,
         preemptions=state.preemptions,
         preempted_s=state.times.preempted_s,
         context_full=state.is_shortened and finish in ("length", "injected"),
         logprobs=generation.logprobs,
         stop_string=generation.stop_string,
+        resumed_tokens=0 if request.resume is None else min(len(request.resume.tokens), usage["completion_tokens"]),
         **usage,
     )
 

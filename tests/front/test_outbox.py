@@ -92,3 +92,43 @@ def test_tiny_messages_are_not_free() -> None:
     outbox.clear()
     assert not outbox
     assert outbox.waiting_bytes == 0
+
+
+@given(st.lists(st.sampled_from(["tokens", "text", "usage", "pop"]), max_size=60))
+@settings(deadline=None)
+def test_ids_are_joined_and_never_behind_their_text(kinds: list[str]) -> None:
+    """A slow reader of a resumable stream gets few messages, each text after the ids of its tokens, nothing twice."""
+    outbox = Outbox(encode)
+    ids: list[int] = []
+    words = ""
+    made, most_waiting, pops = 0, 0, 0
+
+    def take() -> None:
+        nonlocal words
+        _, event = msgpack.unpackb(outbox.pop())
+        ids.extend(event.get("ids", []))
+        words += event.get("text", "")
+        assert len(words) <= len(ids)
+
+    for kind in kinds:
+        if kind == "pop":
+            if outbox:
+                take()
+                pops += 1
+        elif kind == "text":
+            outbox.add_event(1, {"type": "tokens", "ids": [made]})
+            outbox.add_event(1, {"type": "text", "text": "x"})
+            made += 1
+        elif kind == "tokens":
+            outbox.add_event(1, {"type": "tokens", "ids": [made]})
+            made += 1
+        else:
+            outbox.add_event(1, {"type": "usage"})
+        most_waiting = max(most_waiting, len(outbox))
+    outbox.seal(1)
+    while outbox:
+        take()
+    assert ids == list(range(made))
+    assert len(words) == kinds.count("text")
+    assert outbox.waiting_bytes == 0
+    assert most_waiting <= 2 + 2 * (kinds.count("usage") + pops)

@@ -30,7 +30,7 @@ from kvd.scheduler.jobs import run_job
 from kvd.scheduler.limits import LimitSettings
 from kvd.scheduler.memory import Memory
 from kvd.scheduler.pressure import Pressure
-from kvd.scheduler.requests import AgentRef, JobRequest, OnContextFull, TurnRequest, TurnResult
+from kvd.scheduler.requests import AgentRef, JobRequest, OnContextFull, Resume, TurnRequest, TurnResult
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.sampling import LogitsHook, SamplingParams
 from kvd.scheduler.shedding import shed
@@ -80,6 +80,16 @@ class Outcome:
         assert self.error is None, self.error
         assert isinstance(self.result, dict)
         return self.result
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Ids that a resumable stream told."""
+        return tuple(token for event in self.events if event["type"] == "tokens" for token in event["ids"])  # type: ignore[attr-defined]
+
+    @property
+    def resume_key(self) -> str:
+        """The key of a resumable stream's prompt."""
+        return next(str(event["resume_key"]) for event in self.events if event["type"] == "matched")
 
     @property
     def streamed(self) -> str:
@@ -321,6 +331,8 @@ class World:
         on_context_full: OnContextFull = "error",
         logprobs: int | None = None,
         tells_control: bool = False,
+        resumable: bool = False,
+        resume: Resume | None = None,
         **sampling: Any,
     ) -> Outcome:
         """Run one turn; `cancel_after` counts resumptions, at which the request is cancelled."""
@@ -336,6 +348,8 @@ class World:
             stop=stop,
             hooks=hooks,
             tells_control=tells_control,
+            resumable=resumable,
+            resume=resume,
             on_context_full=on_context_full,
             emit=lambda event: outcome.events.append(dict(event)),
         )

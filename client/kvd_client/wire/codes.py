@@ -20,6 +20,7 @@ CODES: Mapping[str, int] = MappingProxyType(
         "agent_not_found": 110,
         "agent_exists": 111,
         "agent_busy": 112,
+        "not_resumable": 113,
         "context_full": 120,
         "budget_exceeded": 121,
         "cancelled": 190,
