@@ -6,6 +6,7 @@
 - `subscription`, `async_subscription`, `events`: the daemon's events as an iterator, with a connection of its own.
 - `monitor`: all agents and pages, put together from answers that tell what changed.
 - `results`, `stream`, `logprobs`: typed results and stream events, and what both say of tokens' probabilities.
+- `resume`: what a stream has told, and how it goes on when its connection breaks, no I/O.
 - `errors`: one exception class for each error of the protocol, and those of this end.
 - `paths`, `config_file`: where daemon and client look for the data folder and the socket, and the file that says so.
 - `wire`: the protocol without I/O, used by the daemon too.

@@ -12,9 +12,11 @@ from kvd_client import calls
 from kvd_client.async_subscription import AsyncSubscription
 from kvd_client.async_transport import AsyncTransport, connect
 from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
+from kvd_client.errors import Cancelled, KvdClientError
 from kvd_client.paths import resolve_socket
 from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
-from kvd_client.stream import StreamEvent
+from kvd_client.resume import RESUME_S, Told
+from kvd_client.stream import Reconnected, StreamEvent
 from kvd_client.wire import StreamReceived
 
 T = TypeVar("T")
@@ -26,22 +28,32 @@ class AsyncGenerateStream:
     Leaving early, by `close`, the end of an `async with` block, an exception in or a cancellation of the task that
     iterates, cancels the call in the daemon, which keeps what it computed. After `break` out of an `async for` that
     happens in the next turn of the event loop.
+
+    When the connection breaks, since the daemon was restarted or for any other reason, the stream goes on over a new
+    one behind its last token; a `Reconnected` event says so (see `AsyncClient`).
     """
 
-    def __init__(self, client: AsyncClient, call: Call[GenerateResult]) -> None:
-        self._client, self._call = client, call
+    def __init__(self, client: AsyncClient, call: Call[GenerateResult], resume_s: float) -> None:
+        self._client, self._call, self._resume_s = client, call, resume_s
         self._transport: AsyncTransport | None = None
         self._progress: Progress[GenerateResult] | None = None
+        self._told: Told[GenerateResult] | None = None
         self._id = 0
         self._done = False
+        self._is_cancelled = False
         self._result: GenerateResult | None = None
 
-    async def _start(self) -> Progress[GenerateResult]:
-        if self._progress is None:
-            self._transport = await self._client.connect()
-            self._progress = Progress(self._call)
-            self._id = self._transport.send_request(self._call.method, self._call.params)
-        return self._progress
+    async def _start(self) -> tuple[Told[GenerateResult], Progress[GenerateResult]]:
+        if self._told is None or self._progress is None:
+            transport = await self._client.connect()
+            self._told, self._progress = Told(self._call, self._resume_s), Progress(self._call)
+            self._send(transport, self._told)
+        return self._told, self._progress
+
+    def _send(self, transport: AsyncTransport, told: Told[GenerateResult]) -> None:
+        call = told.call()
+        self._id = transport.send_request(call.method, call.params)
+        self._transport = transport
 
     async def result(self) -> GenerateResult:
         """The result; waits for it, dropping events that were not taken.
@@ -57,25 +69,68 @@ class AsyncGenerateStream:
 
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
         try:
+            if self._done:
+                return
+            told, progress = await self._start()
             while not self._done:
-                progress = await self._start()
-                assert self._transport is not None
-                message = self._transport.take(self._id) or await self._transport.next_message(
-                    self._id, self._client.timeout_s
-                )
+                transport = self._transport
+                assert transport is not None
+                try:
+                    message = transport.take(self._id)
+                    if message is None:
+                        message = await transport.next_message(self._id, self._client.timeout_s)
+                    if told.is_broken:
+                        told.look(message)
+                except KvdClientError as error:
+                    if transport.is_closed_here or self._has_ended():
+                        raise
+                    yield await self._resume(told, transport, error)
+                    continue
                 if isinstance(message, StreamReceived):
-                    yield progress.event(message.event)
+                    event = told.take(message.event)
+                    if event is not None:
+                        if event.type == "first_token":
+                            progress.first_token()
+                        yield event
                 else:
                     self._done = True
-                    self._transport.forget(self._id)
+                    transport.forget(self._id)
                     self._result = progress.result(message)
         finally:
             self.close()
 
+    async def _resume(self, told: Told[GenerateResult], broken: AsyncTransport, error: KvdClientError) -> Reconnected:
+        """Send the call again, behind what it has told, as soon as there is a daemon."""
+        broken.forget(self._id)
+        while True:
+            wait_s = told.broke(error)
+            if self._is_unwanted():
+                raise calls.given_up()
+            await asyncio.sleep(wait_s)
+            try:
+                transport = await self._client.connect()
+                if self._is_unwanted():
+                    raise calls.given_up()
+                self._send(transport, told)
+            except Cancelled:
+                raise
+            except KvdClientError as caught:
+                error = caught
+                continue
+            return told.sent_again()
+
     def cancel(self) -> None:
         """Ask the daemon to stop at its next step; returns at once. The iteration goes on to its end."""
+        self._is_cancelled = True
         if self._transport is not None and not self._done:
             self._transport.cancel(self._id)
+
+    def _is_unwanted(self) -> bool:
+        return self._is_cancelled or self._done
+
+    def _has_ended(self) -> bool:
+        """Whether the stream was left, by another task perhaps."""
+        return self._done
 
     def close(self) -> None:
         """Leave: cancels the call unless it is done."""
@@ -100,13 +155,17 @@ class AsyncClient:
     """A connection to a kvd daemon, made at the first call and made anew when the daemon was restarted in between.
 
     Any number of tasks of one event loop may call at a time. Cancelling a task that waits cancels its call in the
-    daemon. A call that was under way when the daemon went away raises `ConnectionLost` and is not repeated.
+    daemon. A call that was under way when the daemon went away raises `ConnectionLost` and is not repeated, but for
+    streams: `generate_stream` and `chat_stream` look for the daemon for `resume_s` seconds and go on at the exact
+    token, with the text that they would have had (greedy or with a seed; without one the stream draws its own). Where
+    that cannot be, since the agent or the model is another one now, they raise `NotResumable`.
 
     Args:
         socket: path of the daemon's socket; else `KVD_SOCKET`, else `kvd.sock` in `KVD_DATA_DIR`, else the platform's
             default.
         namespace: the sharing domain of agents named in calls that give none.
         timeout_s: seconds to wait for the connection and for each next message of a call; None waits.
+        resume_s: seconds for which a broken stream looks for the daemon; 0: it raises `ConnectionLost`.
     """
 
     def __init__(
@@ -114,8 +173,11 @@ class AsyncClient:
         socket: str | os.PathLike[str] | None = None,
         namespace: str = "default",
         timeout_s: float | None = None,
+        *,
+        resume_s: float = RESUME_S,
     ) -> None:
         self.socket = resolve_socket(socket)
+        self.resume_s = resume_s
         self.namespace = namespace
         self.timeout_s = timeout_s
         self._transport: AsyncTransport | None = None
@@ -138,7 +200,8 @@ class AsyncClient:
         self, agent: str, text: str, *, namespace: str | None = None, **options: Unpack[Options]
     ) -> AsyncGenerateStream:
         """As `generate`, as it is made: yields events, then has `await stream.result()`."""
-        return AsyncGenerateStream(self, calls.generate(agent, text, namespace or self.namespace, options))
+        call = calls.generate(agent, text, namespace or self.namespace, options)
+        return AsyncGenerateStream(self, call, self.resume_s)
 
     async def chat(
         self,
@@ -160,7 +223,8 @@ class AsyncClient:
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerateStream:
         """As `chat`, as it is made: yields events, then has `await stream.result()`."""
-        return AsyncGenerateStream(self, calls.chat(agent, messages, namespace or self.namespace, options))
+        call = calls.chat(agent, messages, namespace or self.namespace, options)
+        return AsyncGenerateStream(self, call, self.resume_s)
 
     async def inject(
         self,

@@ -60,6 +60,7 @@ class AsyncTransport(asyncio.Protocol):
     """A connection and the calls in flight on it. Owner: `AsyncClient`; to be used on its event loop only.
 
     Attributes:
+        is_closed_here: `close` ended it, not the daemon.
         most_waiting: messages of a call that wait before the connection is not read any more; None: any number.
     """
 
@@ -68,6 +69,7 @@ class AsyncTransport(asyncio.Protocol):
         self._wire = Connection()
         self._inboxes: dict[int, _Inbox] = {}
         self._failure: Failure | None = None
+        self.is_closed_here = False
         self._socket: asyncio.Transport | None = None
         self._closed = asyncio.get_running_loop().create_future()
         self.most_waiting: int | None = None
@@ -165,6 +167,7 @@ class AsyncTransport(asyncio.Protocol):
 
     async def close(self) -> None:
         """Close the connection; the daemon cancels what is in flight."""
+        self.is_closed_here |= self._failure is None
         self._fail(self._lost("the client closed the connection"))
         if self._socket is not None:
             self._socket.close()

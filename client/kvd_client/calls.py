@@ -134,8 +134,13 @@ class Progress(Generic[T]):
         """Type one stream event."""
         parsed = parse_event(event)
         if self.ttft_s is None and isinstance(parsed, FirstToken):
-            self.ttft_s = self._clock() - self._sent_s
+            self.first_token()
         return parsed
+
+    def first_token(self) -> None:
+        """The first token was made."""
+        if self.ttft_s is None:
+            self.ttft_s = self._clock() - self._sent_s
 
     def result(self, response: ResponseReceived) -> T:
         """Read the response.

@@ -11,9 +11,11 @@ from typing import Any, Self, TypeVar, Unpack
 
 from kvd_client import calls
 from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
+from kvd_client.errors import KvdClientError
 from kvd_client.paths import resolve_socket, start_command
 from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
-from kvd_client.stream import StreamEvent
+from kvd_client.resume import RESUME_S, Told
+from kvd_client.stream import Reconnected, StreamEvent
 from kvd_client.subscription import Subscription
 from kvd_client.transport import Transport
 from kvd_client.wire import StreamReceived
@@ -29,16 +31,24 @@ class GenerateStream:
 
     `cancel` may be called from another thread; the iteration then ends with `Cancelled`, or with the result when the
     end crossed the cancellation.
+
+    When the connection breaks, since the daemon was restarted or for any other reason, the stream goes on over a new
+    one behind its last token; a `Reconnected` event says so (see `Client`).
     """
 
-    def __init__(self, transport: Transport, call: Call[GenerateResult], timeout_s: float | None) -> None:
-        self._transport = transport
-        self._timeout_s = timeout_s
+    def __init__(self, client: Client, call: Call[GenerateResult], resume_s: float) -> None:
+        self._client = client
         self._result: GenerateResult | None = None
         self._open = False
+        self._left = threading.Event()
+        self._told = Told(call, resume_s)
         self._progress = Progress(call)
-        self._id = transport.send_request(call.method, call.params, timeout_s)
+        self._at = self._send()
         self._open = True
+
+    def _send(self) -> tuple[Transport, int]:
+        transport, call = self._client.transport(), self._told.call()
+        return transport, transport.send_request(call.method, call.params, self._client.timeout_s)
 
     @property
     def result(self) -> GenerateResult:
@@ -57,19 +67,49 @@ class GenerateStream:
         # A generator: only the `for` statement holds it, so that `break` closes it at once, whoever holds the stream.
         try:
             while self._open:
-                message = self._transport.next_message(self._id, self._timeout_s)
+                transport, request_id = self._at
+                try:
+                    message = transport.next_message(request_id, self._client.timeout_s)
+                    if self._told.is_broken:
+                        self._told.look(message)
+                except KvdClientError as error:
+                    if transport.is_closed_here or not self._open:
+                        raise
+                    yield self._resume(error)
+                    continue
                 if isinstance(message, StreamReceived):
-                    yield self._progress.event(message.event)
+                    event = self._told.take(message.event)
+                    if event is not None:
+                        if event.type == "first_token":
+                            self._progress.first_token()
+                        yield event
                 else:
                     self._finish()
                     self._result = self._progress.result(message)
         finally:
             self.close()
 
+    def _resume(self, error: KvdClientError) -> Reconnected:
+        """Send the call again, behind what it has told, as soon as there is a daemon."""
+        while True:
+            if self._left.wait(self._told.broke(error)):
+                raise calls.given_up()
+            try:
+                self._at[0].forget(self._at[1])
+                self._at = self._send()
+            except KvdClientError as caught:
+                error = caught
+                continue
+            if self._left.is_set():  # it came between the two connections
+                self._at[0].cancel(self._at[1])
+            return self._told.sent_again()
+
     def cancel(self) -> None:
         """Ask the daemon to stop at its next step; thread safe, returns at once."""
         if self._open:
-            self._transport.cancel(self._id)
+            self._left.set()
+            transport, request_id = self._at
+            transport.cancel(request_id)
 
     def close(self) -> None:
         """Leave: cancels the call unless it is done."""
@@ -79,7 +119,8 @@ class GenerateStream:
 
     def _finish(self) -> None:
         self._open = False
-        self._transport.forget(self._id)
+        transport, request_id = self._at
+        transport.forget(request_id)
 
     def __enter__(self) -> Self:
         return self
@@ -96,13 +137,17 @@ class Client:
     """A connection to a kvd daemon, made at the first call and made anew when the daemon was restarted in between.
 
     Thread safe: several threads may call at a time, each waits for its own answer. Closing it cancels what is in
-    flight. A call that was under way when the daemon went away raises `ConnectionLost` and is not repeated.
+    flight. A call that was under way when the daemon went away raises `ConnectionLost` and is not repeated, but for
+    streams: `generate_stream` and `chat_stream` look for the daemon for `resume_s` seconds and go on at the exact
+    token, with the text that they would have had (greedy or with a seed; without one the stream draws its own). Where
+    that cannot be, since the agent or the model is another one now, they raise `NotResumable`.
 
     Args:
         socket: path of the daemon's socket; else `KVD_SOCKET`, else `kvd.sock` in `KVD_DATA_DIR`, else the platform's
             default.
         namespace: the sharing domain of agents named in calls that give none.
         timeout_s: seconds to wait for the connection and for each next message of a call; None waits.
+        resume_s: seconds for which a broken stream looks for the daemon; 0: it raises `ConnectionLost`.
     """
 
     def __init__(
@@ -110,8 +155,11 @@ class Client:
         socket: str | os.PathLike[str] | None = None,
         namespace: str = "default",
         timeout_s: float | None = None,
+        *,
+        resume_s: float = RESUME_S,
     ) -> None:
         self.socket = resolve_socket(socket)
+        self.resume_s = resume_s
         self.namespace = namespace
         self.timeout_s = timeout_s
         self._transport: Transport | None = None
@@ -128,7 +176,7 @@ class Client:
             RemoteError: the daemon refused; see `kvd_client.errors`.
             DaemonUnreachable: nobody answers.
         """
-        with self.generate_stream(agent, text, namespace=namespace, **options) as stream:
+        with GenerateStream(self, calls.generate(agent, text, namespace or self.namespace, options), 0.0) as stream:
             return stream.result
 
     def generate_stream(
@@ -146,7 +194,7 @@ class Client:
         **options: Unpack[ChatOptions],
     ) -> GenerateResult:
         """Answer the last of `messages`, the agent's whole conversation; raises as `generate`."""
-        with self.chat_stream(agent, messages, namespace=namespace, **options) as stream:
+        with GenerateStream(self, calls.chat(agent, messages, namespace or self.namespace, options), 0.0) as stream:
             return stream.result
 
     def chat_stream(
@@ -363,7 +411,12 @@ class Client:
     ) -> None:
         self.close()
 
-    def _connected(self) -> Transport:
+    def transport(self) -> Transport:
+        """The connection, made when there is none; calls do this by themselves.
+
+        Raises:
+            DaemonUnreachable: nobody answers.
+        """
         with self._connecting:
             if self._transport is not None and not self._transport.is_usable():
                 self._transport.close()
@@ -376,10 +429,10 @@ class Client:
         return Transport(self.socket, command=start_command(self.socket), timeout_s=self.timeout_s)
 
     def _stream(self, call: Call[GenerateResult]) -> GenerateStream:
-        return GenerateStream(self._connected(), call, self.timeout_s)
+        return GenerateStream(self, call, self.resume_s)
 
     def _run(self, call: Call[T]) -> T:
-        transport = self._connected()
+        transport = self.transport()
         progress = Progress(call)
         request_id = transport.send_request(call.method, call.params, self.timeout_s)
         done = False

@@ -44,6 +44,7 @@ class GenerateResult:
         agent: whose turn it was.
         stop_string: the stop string that ended the text; empty when something else did.
         context_full: the model's context ended the text before `max_tokens` did (with `on_context_full` `stop`).
+        resumed_tokens: of the `completion_tokens`, those that were told before the connection broke the last time.
         logprobs: of each of the `completion_tokens`, in order; None when the call did not ask for them.
         server: every other field the daemon sent.
     """
@@ -61,6 +62,7 @@ class GenerateResult:
     agent: str = ""
     stop_string: str = ""
     context_full: bool = False
+    resumed_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
     server: Mapping[str, Any] = field(default_factory=dict)
 
@@ -232,7 +234,7 @@ def build(cls: type[T], result: object, **local: object) -> T:
         result = {}
     values: dict[str, object] = dict(local)
     rest = dict(result)
-    for name, kinds, words in _known(cls):
+    for name, kinds, words in _known(cls):  # type: ignore[arg-type]  # a class is hashable
         if name in local or name not in rest:
             continue
         value = rest.pop(name)

@@ -41,6 +41,22 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Reconnected:
+    """The connection broke, and the stream goes on behind its last token: nothing comes twice, nothing is missing.
+
+    Made by the client, not sent by the daemon.
+
+    Attributes:
+        tokens: told before the break.
+        waited_s: from the break until the call was sent again.
+    """
+
+    type: ClassVar[str] = "reconnected"
+    tokens: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Matched:
     """How the prompt matched what the agent has.
 
@@ -137,6 +153,7 @@ StreamEvent = (
     Queued
     | Preempted
     | Resumed
+    | Reconnected
     | Matched
     | Prefill
     | FirstToken

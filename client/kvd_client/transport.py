@@ -64,6 +64,9 @@ class Transport:
         command: what starts the daemon, for error messages.
         timeout_s: seconds to wait for the connection; None waits.
 
+    Attributes:
+        is_closed_here: `close` ended it, not the daemon.
+
     Raises:
         DaemonUnreachable: nobody answers there, or the socket is another user's.
     """
@@ -78,6 +81,7 @@ class Transport:
         self._leading = False
         self._half_read = self._half_sent = False
         self._failure: Failure | None = None
+        self.is_closed_here = False
         self._socket = self._connect(timeout_s)
 
     def _connect(self, timeout_s: float | None) -> socket.socket:
@@ -178,6 +182,7 @@ class Transport:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a leader in poll, which closing alone would not
         with self._state:
+            self.is_closed_here |= self._failure is None
             self._fail(self._lost("the client closed the connection"))
             while self._leading:
                 self._state.wait()

@@ -150,7 +150,7 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
 async def _serve(
     settings: GatewaySettings, log: Log, sock: socket.socket, ready: Callable[[str], None], with_parent: bool
 ) -> None:
-    gateway = Gateway(settings, AsyncClient(settings.socket), log)
+    gateway = Gateway(settings, AsyncClient(settings.socket, resume_s=0.0), log)
     server = uvicorn.Server(server_config(gateway))
 
     def stop(signum: int, frame: FrameType | None) -> None:
