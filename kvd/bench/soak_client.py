@@ -90,7 +90,7 @@ class SoakClient:
     made: int = 0
 
     def __post_init__(self) -> None:
-        self.client = Client(self.settings.socket, timeout_s=RETURN_S)
+        self.client = Client(self.settings.socket, timeout_s=RETURN_S, resume_s=0.0)
         self.shelf = Shelf.open(Path(self.settings.folder))
         self.chance = random.Random(self.settings.seed)  # noqa: S311  repeatable, not secret
 

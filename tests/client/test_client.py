@@ -315,7 +315,7 @@ def test_a_restarted_daemon_is_found_again(path: Path) -> None:
 
 def test_a_daemon_that_dies_during_a_call(path: Path) -> None:
     """A call under way when the daemon goes away is ConnectionLost, or the daemon's last word."""
-    with Client(path) as client:
+    with Client(path, resume_s=0.0) as client:
         with serving(path) as service:
             stream = client.generate_stream("hangs", "x")
             assert service.has_begun.wait(20)

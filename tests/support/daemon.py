@@ -195,9 +195,9 @@ class Daemon:
             self._client = self.new_client()
         return self._client
 
-    def new_client(self, timeout_s: float = CALL_S) -> Client:
-        """A connection of its own."""
-        return Client(self.socket, timeout_s=timeout_s)
+    def new_client(self, timeout_s: float = CALL_S, *, resume_s: float = 0.0) -> Client:
+        """A connection of its own; what breaks its streams is told at once unless `resume_s` says otherwise."""
+        return Client(self.socket, timeout_s=timeout_s, resume_s=resume_s)
 
     def cli(self, *arguments: str, stdin: str | None = None) -> CliResult:
         """Run `kvd-client` against this daemon as a shell would."""

@@ -1,0 +1,193 @@
+"""What a stream remembers, and how it goes on: pure, with a clock of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd_client import calls
+from kvd_client.errors import Busy, CallTimeout, ConnectionLost, DaemonUnreachable, NotReady, NotResumable, local_error
+from kvd_client.resume import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_BREAKS, Told
+from kvd_client.stream import Text
+from kvd_client.wire import ErrorObject, ResponseReceived
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        """Now."""
+        return self.now_s
+
+
+def lost() -> ConnectionLost:
+    """The daemon went away."""
+    return ConnectionLost("gone", socket="s", command="kvd serve")
+
+
+def told(clock: Clock | None = None, resume_s: float = 30.0, **options: Any) -> Told[Any]:
+    """The memory of a `generate`."""
+    call = calls.generate("a", "text", "default", options)  # type: ignore[arg-type]
+    return Told(call, resume_s, clock=clock or Clock())
+
+
+KINDS = ("text", "reasoning", "tool_call", "logprobs")
+MATCHED = {"type": "matched", "match": "new", "resume_key": "k", "prompt_tokens": 3}
+
+
+def answer(words: list[str], kinds: list[str]) -> list[dict[str, Any]]:
+    """The events of a whole answer."""
+    events: list[dict[str, Any]] = [dict(MATCHED), {"type": "first_token"}]
+    for number, (word, kind) in enumerate(zip(words, kinds, strict=True)):
+        events.append({"type": "tokens", "ids": [number]})
+        if kind == "tool_call":
+            events.append({"type": kind, "index": number, "id": str(number), "name": word, "arguments": "{}"})
+        elif kind == "logprobs":
+            entry = {"id": number, "token": word, "bytes": word.encode(), "logprob": -1.0, "top_logprobs": []}
+            events.append({"type": kind, "logprobs": [entry]})
+        else:
+            events.append({"type": kind, "text": word})
+    return [*events, {"type": "usage", "completion_tokens": len(words)}, {"type": "durable", "durable": True}]
+
+
+def heard(memory: Told[Any], events: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """What a reader gets, text by character."""
+    result: list[tuple[str, Any]] = []
+    for raw in events:
+        event = memory.take(raw)
+        if event is None:
+            continue
+        text = getattr(event, "text", None)
+        if isinstance(text, str):
+            result += [(event.type, character) for character in text]
+        else:
+            result.append((event.type, repr(event)))
+    return result
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.tuples(
+            st.text("abé", min_size=1, max_size=3), st.sampled_from(["text", "reasoning", "tool_call", "logprobs"])
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.lists(st.integers(0, 20), max_size=3),
+    st.booleans(),
+)
+def test_every_event_comes_once(said: list[tuple[str, str]], breaks: list[int], joined: bool) -> None:
+    """Broken anywhere, any number of times, its text joined otherwise each time: the reader gets what it would have."""
+    words, kinds = [word for word, _ in said], [kind for _, kind in said]
+    whole = heard(told(), answer(words, kinds))
+    memory = told()
+    got: list[tuple[str, Any]] = []
+    for at in breaks:
+        got += heard(memory, answer(words, kinds)[:at])
+        memory.sent_again()
+    events = answer(words, kinds)
+    if joined:
+        for first, second in zip(list(events), list(events)[1:], strict=False):
+            if first["type"] == second["type"] == "text":
+                second["text"] = first["text"] + second["text"]
+                events.remove(first)
+    got += heard(memory, events)
+    by_kind = [[each for each in side if each[0] == kind] for side in (whole, got) for kind in {*kinds, "matched"}]
+    half = len(by_kind) // 2
+    assert by_kind[:half] == by_kind[half:]
+    assert len(got) == len(whole)
+
+
+def test_the_call_that_goes_on_has_what_was_told() -> None:
+    """Key and ids, the time that is left, and a seed where there is something to draw."""
+    clock = Clock()
+    memory = told(clock, timeout_s=10.0, temperature=0.5)
+    first = memory.call()
+    assert first.params["resumable"] is True
+    assert "resume" not in first.params
+    assert isinstance(first.params["seed"], int)
+    memory.take(MATCHED)
+    memory.take({"type": "tokens", "ids": [5, 6]})
+    clock.now_s += 4.0
+    memory.broke(lost())
+    again = memory.call()
+    assert again.params["resume"] == {"key": "k", "tokens": [5, 6]}
+    assert again.params["seed"] == first.params["seed"]
+    assert again.params["timeout_s"] == pytest.approx(6.0)
+    assert "seed" not in told(temperature=0.0).call().params
+    assert told(temperature=1.0, seed=3).call().params["seed"] == 3
+
+
+def test_without_it_a_stream_is_what_it_was() -> None:
+    """Opted out, or a call that wants no stream: nothing more is asked for, and a break is raised."""
+    for memory in (told(resume_s=0.0), told(stream=False)):
+        assert "resumable" not in memory.call().params
+        assert memory.take({"type": "text", "text": "x"}) == Text("x")
+        with pytest.raises(ConnectionLost):
+            memory.broke(lost())
+
+
+def test_how_long_it_looks_for_the_daemon() -> None:
+    """At once, then with growing pauses, for a limited time; what it raises in the end is the break."""
+    clock = Clock()
+    memory = told(clock, resume_s=5.0)
+    memory.take({"type": "tokens", "ids": [1]})
+    cause = lost()
+    waits = [memory.broke(cause)]
+
+    def look_on() -> None:
+        while True:
+            clock.now_s += waits[-1]
+            waits.append(memory.broke(DaemonUnreachable("nobody", socket="s", command="kvd serve")))
+
+    with pytest.raises(ConnectionLost) as raised:
+        look_on()
+    assert raised.value is cause
+    assert waits[0] == 0.0
+    assert waits[1] == FIRST_WAIT_S
+    assert max(waits) <= LONGEST_WAIT_S
+    assert waits == sorted(waits)
+    assert clock.now_s - 100.0 <= 5.0 + LONGEST_WAIT_S
+
+
+def test_a_call_that_brings_the_daemon_down_is_not_sent_for_ever() -> None:
+    """Breaks in a row without a new token are counted; a token in between begins anew."""
+    memory = told()
+    for _ in range(2):
+        memory.take({"type": "tokens", "ids": [1]})
+        for _ in range(MAX_BREAKS):
+            memory.broke(lost())
+            memory.sent_again()
+    with pytest.raises(ConnectionLost):
+        memory.broke(lost())
+
+
+def test_what_does_not_heal_is_raised_as_it_is() -> None:
+    """A refusal, a timeout, another prompt: these are answers."""
+    refusal = local_error("not_resumable", "another prompt")
+    assert isinstance(refusal, NotResumable)
+    memory = told()
+    memory.broke(lost())
+    for error in (refusal, CallTimeout("late", timeout_s=1.0), local_error("invalid_params", "no")):
+        with pytest.raises(type(error)):
+            memory.broke(error)
+
+
+def test_a_daemon_that_cannot_go_on_yet_is_asked_again() -> None:
+    """Loading, draining, a full queue: after a break these are reasons to wait."""
+    memory = told()
+    memory.broke(lost())
+    for name, kind in (("not_ready", NotReady), ("busy", Busy)):
+        with pytest.raises(kind) as raised:
+            memory.look(ResponseReceived(1, ErrorObject.of(name, "later"), None))
+        assert memory.is_broken
+        memory.broke(raised.value)
+    memory.look(ResponseReceived(1, None, {}))
+    assert not memory.is_broken
