@@ -142,7 +142,12 @@ class AsyncTransport(asyncio.Protocol):
     def take(self, request_id: int) -> Message | None:
         """The call's next message if it is there."""
         inbox = self._inboxes.get(request_id)
-        return inbox.messages.popleft() if inbox is not None and inbox.messages else None
+        if inbox is None or not inbox.messages:
+            return None
+        message = inbox.messages.popleft()
+        if self._is_held_up:
+            self._hold_up(inbox)
+        return message
 
     async def next_message(self, request_id: int, timeout_s: float | None) -> Message:
         """The call's next stream event or its response, waiting for it.

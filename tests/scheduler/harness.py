@@ -12,7 +12,6 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ from kvd.scheduler.jobs import run_job
 from kvd.scheduler.limits import LimitSettings
 from kvd.scheduler.memory import Memory
 from kvd.scheduler.pressure import Pressure
-from kvd.scheduler.requests import AgentRef, JobRequest, OnContextFull, Resume, TurnRequest, TurnResult
+from kvd.scheduler.requests import AgentRef, JobRequest, OnContextFull, Resume, TurnRequest
 from kvd.scheduler.restore import restore_agents
 from kvd.scheduler.sampling import LogitsHook, SamplingParams
 from kvd.scheduler.shedding import shed
@@ -53,48 +52,11 @@ from kvd.vm.pager import Pager
 from kvd.vm.text import Span, TypedText
 from tests.scheduler.fake_model import FakeModel, Truth, make_formats, make_spec
 from tests.scheduler.inline_swap import InlineSwap
+from tests.scheduler.outcome import Outcome
 from tests.support.lossy_disk import LossyFileSystem
 
 ROOT = Path("/data/kvd")
 MAX_IDLE_TICKS = 30
-
-
-@dataclass
-class Outcome:
-    """How a request ended."""
-
-    result: Any = None
-    error: KvdError | None = None
-    events: list[dict[str, object]] = field(default_factory=list)
-
-    @property
-    def turn(self) -> TurnResult:
-        """The result of a turn that succeeded."""
-        assert self.error is None, self.error
-        assert isinstance(self.result, TurnResult)
-        return self.result
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The result of a job that succeeded."""
-        assert self.error is None, self.error
-        assert isinstance(self.result, dict)
-        return self.result
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Ids that a resumable stream told."""
-        return tuple(token for event in self.events if event["type"] == "tokens" for token in event["ids"])  # type: ignore[attr-defined]
-
-    @property
-    def resume_key(self) -> str:
-        """The key of a resumable stream's prompt."""
-        return next(str(event["resume_key"]) for event in self.events if event["type"] == "matched")
-
-    @property
-    def streamed(self) -> str:
-        """All text events together."""
-        return "".join(str(event["text"]) for event in self.events if event["type"] == "text")
 
 
 def make_core(
