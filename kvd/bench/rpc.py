@@ -8,6 +8,7 @@ waits. So each figure is a ratio to a bare pair in the same run, in processes of
   bare server echoes a message of the same length.
 - *stream*: events a second of one call. A model would be what is measured, so the daemon's own server and sessions run
   with a service that emits as fast as it can; the bare server writes the same events.
+- *gateway*: what an HTTP gateway in front of the daemon adds to the time to the first text (`kvd.bench.rpc_gateway`).
 - *clients*: so many processes at once, each with a connection of its own and a turn of its own agent; all must be
   answered.
 
@@ -32,6 +33,7 @@ import click
 import msgpack
 
 from kvd.bench.harness import DaemonProcess, scratch_folder
+from kvd.bench.rpc_gateway import BAR_MS, GatewayTtft, gateway_ttft
 from kvd.bench.rpc_peers import READ_BYTES
 from kvd.cli_options import json_option, model_options
 from kvd.errors import EnvironmentFault, KvdError
@@ -53,6 +55,7 @@ class RpcReport:
         health_ratio: of the two.
         stream_s, bare_stream_s: stream events a second.
         stream_ratio: of the two.
+        gateway: times to the first text, direct and through a gateway.
         clients: processes at once.
         answered: of them, how many got their turn.
         errors: what the others got.
@@ -69,6 +72,7 @@ class RpcReport:
     stream_s: float
     bare_stream_s: float
     stream_ratio: float
+    gateway: GatewayTtft
     clients: int
     answered: int
     errors: tuple[str, ...]
@@ -79,9 +83,10 @@ class RpcReport:
         met = {
             "health": self.health_ratio >= BAR,
             "stream": self.stream_ratio >= BAR,
+            "gateway": self.gateway.added_ms < BAR_MS,
             "clients": self.answered == self.clients,
         }
-        return asdict(self) | {"bar": BAR, "met": met}
+        return asdict(self) | {"bar": BAR, "gateway_bar_ms": BAR_MS, "met": met}
 
 
 async def _bare_rates(path: str, calls: int, events: int, payload: Mapping[str, object]) -> tuple[float, float]:
@@ -187,7 +192,7 @@ def private_folder(path: Path) -> Iterator[Path]:
 
 
 def run_rpc(
-    *, model: str, calls: int, events: int, clients: int, repeats: int, tell: Callable[[str], None]
+    *, model: str, calls: int, events: int, pairs: int, clients: int, repeats: int, tell: Callable[[str], None]
 ) -> RpcReport:
     """Measure everything.
 
@@ -195,6 +200,7 @@ def run_rpc(
         model: what `kvd serve --model` gets.
         calls: round trips a run.
         events: stream events a run.
+        pairs: calls through the gateway, and as many without it.
         clients: processes at once.
         repeats: runs; medians count.
         tell: progress, one line each.
@@ -219,6 +225,8 @@ def run_rpc(
             bare_stream.append(rates[1])
             health.append(asyncio.run(_health_rate(daemon.socket, calls)))
             stream.append(asyncio.run(_stream_rate(emit / "kvd.sock", events)))
+        tell(f"{pairs} pairs of chats, direct and through a gateway")
+        gateway = gateway_ttft(daemon.socket, pairs)
         tell(f"{clients} client processes at once")
         answered, errors, wall_s = run_clients(daemon.socket, clients)
     ratios = [
@@ -236,6 +244,7 @@ def run_rpc(
         stream_s=round(statistics.median(stream)),
         bare_stream_s=round(statistics.median(bare_stream)),
         stream_ratio=round(ratios[1], 3),
+        gateway=gateway,
         clients=clients,
         answered=answered,
         errors=tuple(sorted(set(errors))),
@@ -250,6 +259,8 @@ def table_lines(report: RpcReport) -> list[str]:
         f"{'':22} {'kvd':>10} {'bare':>10}  ratio (bar {BAR:g})",
         f"{'health, round trips/s':22} {report.health_s:10.0f} {report.bare_s:10.0f}  {report.health_ratio:.2f}",
         f"{'stream, events/s':22} {report.stream_s:10.0f} {report.bare_stream_s:10.0f}  {report.stream_ratio:.2f}",
+        f"first text: direct {report.gateway.direct_ms:.2f} ms, through a gateway {report.gateway.gateway_ms:.2f} ms; "
+        f"it adds {report.gateway.added_ms:.2f} ms (bar {BAR_MS:g})",
         f"{report.clients} client processes at once: {report.answered} answered in {report.clients_wall_s:g} s",
         *(f"  {error}" for error in report.errors),
     ]
@@ -258,14 +269,24 @@ def table_lines(report: RpcReport) -> list[str]:
 @click.command("rpc")
 @click.option("--calls", type=click.IntRange(1), default=2000, show_default=True, help="Round trips a run.")
 @click.option("--events", type=click.IntRange(1), default=20_000, show_default=True, help="Stream events a run.")
+@click.option(
+    "--pairs", type=click.IntRange(1), default=40, show_default=True, help="Chats with and without a gateway."
+)
 @click.option("--clients", type=click.IntRange(1, 256), default=64, show_default=True, help="Client processes at once.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs; medians count.")
 @model_options
 @json_option
 def rpc(
-    calls: int, events: int, clients: int, repeats: int, model_name: str, model_dir: Path | None, as_json: bool
+    calls: int,
+    events: int,
+    pairs: int,
+    clients: int,
+    repeats: int,
+    model_name: str,
+    model_dir: Path | None,
+    as_json: bool,
 ) -> None:
-    """What the protocol costs: round trips and stream events against a bare msgpack echo, and many clients at once.
+    """What the protocol costs: round trips and events against a bare echo, a gateway's part, many clients at once.
 
     Example: kvd bench rpc --json
     """
@@ -279,6 +300,7 @@ def rpc(
             model=str(folder),
             calls=calls,
             events=events,
+            pairs=pairs,
             clients=clients,
             repeats=repeats,
             tell=lambda line: click.echo(line, err=True),

@@ -24,7 +24,7 @@ Encode = Callable[[int, Mapping[str, object]], bytes]
 class _Entry:
     """A waiting message: final bytes, or an event that may still take in later ones."""
 
-    __slots__ = ("cost_bytes", "data", "ids", "kind", "parts", "request_id")
+    __slots__ = ("cost_bytes", "data", "ids", "is_joined", "kind", "parts", "request_id")
 
     def __init__(
         self, data: bytes, request_id: int, kind: str, text: str | None, ids: list[object] | None = None
@@ -33,6 +33,7 @@ class _Entry:
         self.request_id = request_id
         self.kind = kind
         self.parts: list[str] | None = None if text is None else [text]
+        self.is_joined = False  # `data` is that of the first part alone
         self.ids = ids
         self.cost_bytes = len(data) + _ENTRY_BYTES
 
@@ -79,6 +80,7 @@ class Outbox:
         if last is not None and last.kind == kind:
             if last.parts is not None and text is not None:
                 last.parts.append(text)
+                last.is_joined = True
                 self._grow(last, len(data))
                 if len(last.parts) >= _PARTS:
                     last.parts = ["".join(last.parts)]
@@ -114,7 +116,7 @@ class Outbox:
     def _seal_text(self, request_id: int) -> None:
         entry = self._open.pop(request_id, None)
         if entry is not None and entry.parts is not None:
-            if len(entry.parts) > 1:
+            if entry.is_joined:
                 entry.data = self._encode(request_id, {"type": entry.kind, "text": "".join(entry.parts)})
             entry.parts = None
 

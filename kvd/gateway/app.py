@@ -116,7 +116,10 @@ class Gateway:
         canonical = Canonical(header_rules(request.headers.get("x-kvd-rules"), self.settings.rules))
         planned = plan(fields, canonical)
         request.state.record.rules = tuple(sorted(canonical.fired))
-        facts = await unless_gone(request, self._served(fields.text("model")))
+        name = fields.text("model")
+        facts = self._backend.served_as_known(name)
+        if facts is None:
+            facts = await unless_gone(request, self._served(name))
         return await self._turns.answer(request, planned, writer(fields, facts.name))
 
     async def _count_tokens(self, request: Request) -> Response:

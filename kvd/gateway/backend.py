@@ -64,13 +64,25 @@ class Backend:
             self._asked_s = self._clock()
         return self._facts
 
+    def served_as_known(self, name: str) -> ModelFacts | None:
+        """The model that a request asks for, where that takes no question; None: ask `served`.
+
+        Raises:
+            ApiError: as `served`.
+        """
+        if self._facts is None or self._clock() - self._asked_s >= FACTS_S:
+            return None
+        return self._checked(name, self._facts)
+
     async def served(self, name: str) -> ModelFacts:
         """The model that a request asks for.
 
         Raises:
             ApiError: it is another one than the daemon has loaded.
         """
-        facts = await self.model()
+        return self._checked(name, await self.model())
+
+    def _checked(self, name: str, facts: ModelFacts) -> ModelFacts:
         if name != facts.name and not any(fnmatchcase(name, alias) for alias in self._aliases):
             raise ApiError(
                 "model_not_found",

@@ -68,6 +68,7 @@ _DAEMON_KINDS: Mapping[str, str] = {
     "agent_not_found": "not_found",
     "agent_exists": "conflict",
     "agent_busy": "conflict",
+    "not_resumable": "conflict",
     "context_full": "context_length",
     "budget_exceeded": "context_length",
     "cancelled": "unavailable",  # nobody else cancels: the daemon is going down

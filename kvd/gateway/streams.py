@@ -6,6 +6,7 @@ May import starlette and kvd.gateway.errors.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from enum import Enum
@@ -33,7 +34,7 @@ class Paced(Generic[T]):
     """Events of a generator, and a sign whenever nothing was said for too long. Owner: one request.
 
     Silence is counted from `spoke`, not from the last event: a long prompt or a queue has many that the client is not
-    told of.
+    told of. One task takes all events, as they come: a task for each would cost more than saying it.
 
     Args:
         events: closed with this.
@@ -43,41 +44,62 @@ class Paced(Generic[T]):
     def __init__(self, events: AsyncGenerator[T, None], every_s: float) -> None:
         self._events = events
         self._every_s = every_s
-        self._clock = asyncio.get_running_loop().time
-        self._waiting: asyncio.Task[T] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._taken: deque[T] = deque()
+        self._taking: asyncio.Task[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self.spoke()
 
     def spoke(self) -> None:
         """Something was said just now."""
-        self._until_s = self._clock() + self._every_s
+        self._until_s = self._loop.time() + self._every_s
 
     async def next(self) -> T | Literal[End.END] | None:
         """The next event; None when it has been silent too long, from when on it counts anew; `END` at the end."""
-        if self._waiting is None:
-            self._waiting = asyncio.ensure_future(_next(self._events))
-        left_s = self._until_s - self._clock()
-        if left_s > 0:
-            await asyncio.wait({self._waiting}, timeout=left_s)
-        if left_s <= 0 or not self._waiting.done():
-            self.spoke()
-            return None
-        task, self._waiting = self._waiting, None
-        try:
-            return task.result()
-        except StopAsyncIteration:
-            return END
+        if self._taking is None:
+            self._taking = asyncio.ensure_future(self._take())
+        while (left_s := self._until_s - self._loop.time()) > 0:
+            if self._taken:
+                return self._taken.popleft()
+            if self._taking.done():
+                self._taking.result()
+                return END
+            await self._wait(left_s)
+        self.spoke()
+        return None
+
+    def ready(self) -> T | None:
+        """The next event if it is there already."""
+        return self._taken.popleft() if self._taken else None
 
     async def aclose(self) -> None:
         """Leave: the generator is closed, also while it is waited for."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+        if self._taking is not None:
+            self._taking.cancel()
+            await asyncio.gather(self._taking, return_exceptions=True)
         await self._events.aclose()
 
+    async def _take(self) -> None:
+        try:
+            async for event in self._events:
+                self._taken.append(event)
+                self._wake()
+        finally:
+            # when this task is done, which is after this
+            self._loop.call_soon(self._wake)
 
-async def _next(events: AsyncGenerator[T, None]) -> T:
-    return await anext(events)
+    async def _wait(self, timeout_s: float) -> None:
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_later(timeout_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -87,7 +109,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         ClientGone: it did.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    gone = asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -99,9 +121,9 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _gone(receive: Receive) -> None:
     """Wait until the client has closed its connection; its body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -127,9 +149,16 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a client that leaves ends it."""
+        sending = asyncio.ensure_future(self.stream_response(send))
+        gone = asyncio.ensure_future(_gone(receive))
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
         finally:
+            sending.cancel()
+            gone.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
             await self._source.aclose()
             self._close()
 

@@ -119,11 +119,14 @@ class Turns:
         """
         record: Record = request.state.record
         record.stream = plan.stream
-        running = await unless_gone(request, self._start(request, plan, record))
+        return await unless_gone(request, self._answered(request, plan, writer, record))
+
+    async def _answered(self, request: Request, plan: Plan, writer: Writer, record: Record) -> Response:
+        running = await self._start(request, plan, record)
         try:
             if plan.stream:
-                return await unless_gone(request, self._stream(running, writer, record))
-            answer = await unless_gone(request, running.answer())
+                return await self._stream(running, writer, record)
+            answer = await running.answer()
         except BaseException:
             running.close()
             raise
@@ -318,12 +321,15 @@ async def _written(
     """The bytes of a stream, from its beginning to its end or its error."""
     try:
         async with aclosing(events):
-            yield writer.begin(running.matched)
-            if first is not None:
-                yield writer.event(first)
+            # what is there already goes out together: a write costs more than what it says
+            said = writer.begin(running.matched)
+            yield said if first is None else said + writer.event(first)
             events.spoke()
             while (event := await events.next()) is not END:
-                if said := writer.ping() if event is None else writer.event(event):
+                said = writer.ping() if event is None else writer.event(event)
+                while (event := events.ready()) is not None:
+                    said += writer.event(event)
+                if said:
                     yield said
                     events.spoke()
             yield writer.end(await running.answer())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgpack
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,3 +133,15 @@ def test_ids_are_joined_and_never_behind_their_text(kinds: list[str]) -> None:
     assert len(words) == kinds.count("text")
     assert outbox.waiting_bytes == 0
     assert most_waiting <= 2 + 2 * (kinds.count("usage") + pops)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 255, 256, 257, 511, 512, 513])
+def test_any_number_of_pieces_is_one_whole_message(pieces: int) -> None:
+    """P34: a slow reader loses nothing, however many texts are joined while it does not read."""
+    outbox = Outbox(encode)
+    for number in range(pieces):
+        outbox.add_event(1, {"type": "text", "text": f" {number}"})
+    assert len(outbox) == 1
+    _, event = msgpack.unpackb(outbox.pop())
+    assert event["text"] == "".join(f" {number}" for number in range(pieces))
+    assert outbox.waiting_bytes == 0
