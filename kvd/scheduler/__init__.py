@@ -26,6 +26,7 @@
 - `monitoring` tells where all pages are, again only where that changed
 - `paging` has pages loaded ahead for whom `prediction` expects, and feeds `thrashing`, which slows admission down
 - `params` checks RPC parameters (`plain_values`: of what JSON can hold)
+- `planning` decides what a turn will do before anything changes; `resuming` lets broken streams go on
 - `pressure` refuses work when the machine's memory is short
 - `requests`: what goes in and out
 - `residence`: what a turn holds and gives back when preempted
