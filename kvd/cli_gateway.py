@@ -131,7 +131,18 @@ DEFAULT_LISTEN = "127.0.0.1:8787"
     "--show-divergence/--no-show-divergence",
     envvar="KVD_GATEWAY_SHOW_DIVERGENCE",
     show_envvar=True,
-    help="Have x-kvd-divergence quote the stored text where a prompt parts from it, not only say where.",
+    help="Have x-kvd-divergence quote the stored text where a prompt parts from it, not only say where; without keys "
+    "the page, too.",
+)
+@click.option(
+    "--page",
+    envvar="KVD_GATEWAY_PAGE",
+    show_envvar=True,
+    type=click.Choice(("own", "all", "off")),
+    default="own",
+    show_default=True,
+    help="The page at /: agents of the key's namespace, or without keys of --namespace; of all namespaces (without "
+    "keys only); or no page.",
 )
 @click.option(
     "--ping",
@@ -164,6 +175,7 @@ def gateway(
     max_anonymous: int,
     group_ttl_s: float,
     show_divergence: bool,
+    page: str,
     ping_s: float,
     log_level: str,
     log_file: Path | None,
@@ -218,6 +230,7 @@ def gateway(
             max_anonymous=max_anonymous,
             group_ttl_s=group_ttl_s,
             show_divergence=show_divergence,
+            page=page,
             ping_s=ping_s,
         )
         _run(settings, log_level, log_file, with_parent=with_parent)

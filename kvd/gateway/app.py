@@ -25,11 +25,14 @@ from kvd.gateway.errors import ApiError, from_daemon
 from kvd.gateway.fields import Fields, parse_body
 from kvd.gateway.identity import ANONYMOUS_PREFIX, PREFIX
 from kvd.gateway.metrics import CONTENT_TYPE, LOOK_S, Metrics
+from kvd.gateway.monitor import Monitor
+from kvd.gateway.page import Page
 from kvd.gateway.responses_stream import ResponseWriter
 from kvd.gateway.settings import GatewaySettings
 from kvd.gateway.sse import JsonReply
 from kvd.gateway.streams import unless_gone
 from kvd.gateway.turns import Plan, Turns, Writer
+from kvd.gateway.watch import Watch
 from kvd_client import AgentInfo, AsyncClient, KvdClientError
 
 REAP_EVERY_S = 60.0
@@ -62,11 +65,26 @@ class Gateway:
         self.clock = clock
         self.conversations = Conversations(ttl_s=settings.anonymous_ttl_s, most=settings.max_anonymous)
         self.groups = Uses(ttl_s=settings.group_ttl_s)
-        self.metrics = Metrics(self.conversations)
+        self.watch = self._watched(settings, client, log)
+        self.page = Page(self.watch, ping_s=settings.ping_s) if settings.page != "off" else None
+        self.metrics = Metrics(self.conversations, lambda: self.watch.viewers)
         self._backend = Backend(client, settings.aliases, clock=clock)
         self._turns = Turns(self._backend, self.conversations, self.groups, settings, clock=clock)
         self._keys = KeyKeeper(settings.keys, settings.key_file, log, clock)
         self.app: ASGIApp = Around(self._routes(), settings, log, self.metrics, clock, self._keys)
+
+    @staticmethod
+    def _watched(settings: GatewaySettings, client: AsyncClient, log: Log) -> Watch:
+        """What the page shows. Whoever has a key may see its namespace's prompts; without keys they are everybody's."""
+        everything = settings.page == "all"
+        monitor = Monitor(show_text=bool(settings.keys) or settings.show_divergence, every_namespace=everything)
+        only = None if everything or len(settings.namespaces) > 1 else next(iter(settings.namespaces))
+        return Watch(lambda: AsyncClient(client.socket), monitor, namespace=only, log=log)
+
+    def stop(self) -> None:
+        """End what has no end of its own."""
+        if self.page is not None:
+            self.page.stop()
 
     def _routes(self) -> Router:
         handlers: tuple[tuple[str, str, Handler], ...] = (
@@ -80,6 +98,13 @@ class Gateway:
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics),
         )
+        if self.page is not None:
+            handlers += (
+                ("GET", "/", self.page.file),
+                ("GET", "/static/{name}", self.page.file),
+                ("GET", "/monitor", self.page.picture),
+                ("GET", "/monitor/stream", self.page.stream),
+            )
         routes = [Route(path, _named(path, handler), methods=[method]) for method, path, handler in handlers]
         # not `Starlette`, whose own middleware answers every error as 500 before anybody can say it in a dialect
         return Router(routes, lifespan=self._lifespan)
@@ -214,6 +239,7 @@ class Gateway:
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
             await self.settled()
+            await self.watch.close()
             await self.client.close()
 
     async def _reap_for_ever(self) -> None:

@@ -22,8 +22,9 @@ from kvd.gateway.settings import GatewaySettings
 from kvd.gateway.sse import JsonReply
 from kvd.gateway.turns import BUG
 
-UNGUARDED = ("/health",)
-"""Paths that need no API key: they tell nothing but whether requests are served."""
+UNGUARDED = ("/", "/health")
+"""Paths that need no API key: they tell nothing but whether requests are served, and the page's empty frame."""
+UNGUARDED_FOLDER = "/static/"
 STATUS_GONE = 499
 """In log and metrics: the client left before anything was sent (nginx's number)."""
 
@@ -120,7 +121,7 @@ class Around:
     ) -> None:
         settings = self._settings
         check_host(headers.get("host"), settings.allowed_hosts)
-        if record.path not in UNGUARDED:
+        if record.path not in UNGUARDED and not record.path.startswith(UNGUARDED_FOLDER):
             record.namespace = check_key(self._keys.ring, headers, settings.namespace)
         if record.method == "POST":
             media = headers.get("content-type", "").partition(";")[0].strip().lower()

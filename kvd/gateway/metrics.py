@@ -6,7 +6,7 @@ Names are listed in docs/gateway.md. May import prometheus_client, kvd_client an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -27,9 +27,10 @@ class Metrics:
 
     Args:
         conversations: anonymous ones, which are counted.
+        viewers: counts those of the page.
     """
 
-    def __init__(self, conversations: Conversations) -> None:
+    def __init__(self, conversations: Conversations, viewers: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self._requests = Counter(
@@ -71,6 +72,8 @@ class Metrics:
         )
         anonymous = Gauge("kvd_gateway_anonymous_agents", "Agents of requests that named none.", registry=registry)
         anonymous.set_function(lambda: len(conversations))
+        watching = Gauge("kvd_gateway_page_viewers", "Viewers of the page now.", registry=registry)
+        watching.set_function(viewers)
 
     def begin(self) -> None:
         """A request came."""

@@ -129,6 +129,23 @@ class Patient(H11Protocol):
             self.transport.close()
 
 
+class Server(uvicorn.Server):
+    """uvicorn, which first ends the streams that would never end by themselves.
+
+    Args:
+        gateway: served.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(server_config(gateway))
+        self._gateway = gateway
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End."""
+        self._gateway.stop()
+        await super().shutdown(sockets)
+
+
 def server_config(gateway: Gateway) -> uvicorn.Config:
     """How uvicorn runs a gateway."""
     return uvicorn.Config(
@@ -151,7 +168,7 @@ async def _serve(
     settings: GatewaySettings, log: Log, sock: socket.socket, ready: Callable[[str], None], with_parent: bool
 ) -> None:
     gateway = Gateway(settings, AsyncClient(settings.socket, resume_s=0.0), log)
-    server = uvicorn.Server(server_config(gateway))
+    server = Server(gateway)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         server.should_exit = True
@@ -193,4 +210,4 @@ async def _end_with_parent(server: uvicorn.Server) -> None:
         loop.remove_reader(fd)
 
 
-__all__ = ["base_url", "listening", "run", "server_config"]
+__all__ = ["Server", "base_url", "listening", "run", "server_config"]

@@ -28,6 +28,8 @@ LONGEST_TTL_S = 10 * 366 * 86_400.0
 """The daemon's own."""
 DEFAULT_PING_S = 15.0
 MAX_ANONYMOUS = 1000
+PAGES = ("own", "all", "off")
+"""The page shows agents of the key's namespace (without keys: of the gateway's), those of all, or is not served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class GatewaySettings:
         max_anonymous: anonymous agents kept.
         group_ttl_s: agents of sessions, users and other groups expire so long after their last use.
         show_divergence: tell the text, not only the place, where a prompt and an agent's stored text part.
+        page: whose agents the page at `/` shows (`PAGES`).
         ping_s: a stream that has nothing to say says so this often.
     """
 
@@ -71,6 +74,7 @@ class GatewaySettings:
     max_anonymous: int = MAX_ANONYMOUS
     group_ttl_s: float = DEFAULT_GROUP_TTL_S
     show_divergence: bool = False
+    page: str = "own"
     ping_s: float = DEFAULT_PING_S
 
     def __post_init__(self) -> None:
@@ -79,6 +83,10 @@ class GatewaySettings:
                 f"{self.host} is not a loopback address: other machines could use the model; "
                 "give --api-key-file, or listen on 127.0.0.1"
             )
+        if self.page not in PAGES:
+            raise GatewayConfigError(f"page must be one of {', '.join(PAGES)}, not {self.page!r}")
+        if self.page == "all" and self.keys:
+            raise GatewayConfigError("page all needs a gateway without keys: with keys each sees its own namespace")
         _within("port", self.port, 0, 65535)
         _within("max-body", self.max_body_bytes, 1024, LARGEST_BODY_BYTES)
         _within("default-max-tokens", self.default_max_tokens, 1, 1_000_000)
@@ -125,4 +133,4 @@ def _within(name: str, value: int, low: int, high: int) -> None:
         raise GatewayConfigError(f"{name} must be from {low} to {high}, not {value}")
 
 
-__all__ = ["GatewaySettings", "host_names", "is_loopback", "parse_address"]
+__all__ = ["PAGES", "GatewaySettings", "host_names", "is_loopback", "parse_address"]

@@ -12,11 +12,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import uvicorn
-
 from kvd.gateway import GatewaySettings
 from kvd.gateway.app import Gateway
-from kvd.gateway.serve import base_url, listening, server_config
+from kvd.gateway.serve import Server, base_url, listening
 from kvd_client import AsyncClient
 from tests.support.daemon import eventually
 
@@ -139,14 +137,14 @@ def gateway(socket: Path, **settings: Any) -> Iterator[Served]:
     """A gateway in front of the daemon at `socket`; closed and joined at the end."""
     made = GatewaySettings(socket=socket, port=0, **settings)
     started = Event()
-    running: list[tuple[uvicorn.Server, Served]] = []
+    running: list[tuple[Server, Served]] = []
     failure: list[BaseException] = []
 
     async def run() -> None:
         with listening(made.host, made.port) as sock:
             log = LineLog()
             app = Gateway(made, AsyncClient(made.socket), log)
-            server = uvicorn.Server(server_config(app))
+            server = Server(app)
             serving = asyncio.ensure_future(server.serve(sockets=[sock]))
             running.append((server, Served(base_url(sock), log, app, asyncio.get_running_loop())))
             while not server.started and not serving.done():

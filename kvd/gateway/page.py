@@ -1,0 +1,156 @@
+"""The page at `/`: its files, the picture it shows as JSON, and what changes in it as server-sent events.
+
+The files are served from memory, by the names that are there, so no path is ever made of what a request says. They
+hold nothing of anybody and need no key; what they ask for does. A content security policy lets the page load and talk
+to nothing but this gateway, run no script but its files, and be framed by nobody; with `require-trusted-types-for`
+no text can become markup, whatever prompts hold. May import starlette, kvd_client and siblings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvd.gateway.errors import ApiError
+from kvd.gateway.monitor import Monitor
+from kvd.gateway.sse import COMMENT_PING
+from kvd.gateway.streams import EventStream
+from kvd.gateway.watch import Watch
+
+MEDIA = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'"
+)
+SECURE = {
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+SHORTEST_GAP_S = 0.25
+"""A viewer gets at most so many pictures a second as fit: eyes need no more."""
+FOREIGN = frozenset({"cross-site", "same-site"})
+"""Values of `Sec-Fetch-Site` of pages that are not ours: they could not read an answer, but hold a viewer's place."""
+
+
+class Page:
+    """Owner: the event loop.
+
+    Args:
+        watch: what is shown.
+        ping_s: a stream that has nothing to say says so this often.
+    """
+
+    def __init__(self, watch: Watch, *, ping_s: float) -> None:
+        self._watch = watch
+        self._ping_s = ping_s
+        self._run = secrets.token_hex(8)
+        """In the ids of events: versions of another gateway mean nothing here."""
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """End all streams: they have no end of their own, and would hold up the gateway's."""
+        self._stopping.set()
+
+    async def file(self, request: Request) -> Response:
+        """One of the page's files; `/` is `index.html`."""
+        name = request.path_params.get("name", "index.html")
+        found = static_files().get(name)
+        if found is None:
+            raise ApiError("not_found", f"there is no {name[:80]!r} among the page's files")
+        data, headers = found
+        if headers["etag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(data, headers=headers)
+
+    async def picture(self, request: Request) -> Response:
+        """Everything that the page shows, as JSON."""
+        _refuse_foreign(request)
+        self._watch.enter()
+        try:
+            await self._watch.fresh()
+            body = self._watch.monitor.since(None, request.state.record.namespace)
+        finally:
+            self._watch.leave()
+        return Response(body, media_type="application/json", headers=SECURE | {"cache-control": "no-store"})
+
+    async def stream(self, request: Request) -> Response:
+        """The picture, then what changes in it, as events."""
+        _refuse_foreign(request)
+        if request.method == "HEAD":  # would be silent for ever
+            return Response(media_type=EventStream.media_type, headers=SECURE)
+        self._watch.enter()
+        source = self._events(request.state.record.namespace, self._seen(request))
+        return EventStream(source, SECURE, self._watch.leave)
+
+    def _seen(self, request: Request) -> int | None:
+        """The version that a viewer which comes back has; None when it is to begin anew."""
+        run, _, version = request.headers.get("last-event-id", "").partition("-")
+        known = run == self._run and version.isascii() and version.isdecimal() and len(version) < 16
+        return int(version) if known else None
+
+    async def _events(self, namespace: str, seen: int | None) -> AsyncGenerator[bytes, None]:
+        monitor = self._watch.monitor
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            yield COMMENT_PING  # the headers go out at once, whatever the daemon does
+            await self._watch.fresh()
+            while not stopping.done():
+                version = monitor.version
+                if seen is None or version != seen:
+                    data = monitor.since(seen, namespace)
+                    yield b"id: %s-%d\nevent: picture\ndata: %s\n\n" % (self._run.encode(), version, data)
+                    seen = version
+                    await asyncio.wait({stopping}, timeout=SHORTEST_GAP_S)
+                elif not await self._something(monitor, seen, stopping):
+                    yield COMMENT_PING
+        finally:
+            stopping.cancel()
+
+    async def _something(self, monitor: Monitor, seen: int, stopping: asyncio.Future[bool]) -> bool:
+        """Wait for a newer version or the end; False when neither came for too long."""
+        moved = asyncio.ensure_future(monitor.moved(seen))
+        try:
+            done, _ = await asyncio.wait(
+                {stopping, moved}, timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            moved.cancel()
+        return bool(done)
+
+
+def _refuse_foreign(request: Request) -> None:
+    """Refuse what another site's page asks for.
+
+    Raises:
+        ApiError: the browser says so.
+    """
+    if request.headers.get("sec-fetch-site") in FOREIGN:
+        raise ApiError("permission", "pages of other sites may not look at this one's", code="foreign_site")
+
+
+@cache
+def static_files() -> Mapping[str, tuple[bytes, Mapping[str, str]]]:
+    """The page's files by name: their bytes and headers."""
+    found = {}
+    for file in (files(__package__) / "static").iterdir():
+        media = MEDIA.get("." + file.name.rpartition(".")[2])
+        if media is None:
+            continue
+        data = file.read_bytes()
+        etag = f'"{sha256(data).hexdigest()[:32]}"'
+        headers = SECURE | {"content-type": f"{media}; charset=utf-8", "cache-control": "no-cache", "etag": etag}
+        found[file.name] = (data, headers)
+    return found
+
+
+__all__ = ["POLICY", "Page", "static_files"]
