@@ -30,17 +30,18 @@ MAX_TURNS = 32
 """Turns of an agent whose matches are kept."""
 MAX_HISTORIES = 4000
 MAX_GONE = 2000
-SHOWN_EVENTS = frozenset(
-    "budget disk draining eviction fault gap memory miss page_files_lost page_lost prefetch reload swap_out "
-    "turn_preempted".split()
-)
+_SHOWN_EVENTS = """
+budget disk draining eviction fault gap memory miss page_files_lost page_lost prefetch reload swap_out turn_preempted
+"""
+SHOWN_EVENTS = frozenset(_SHOWN_EVENTS.split())
 """Events of the time line; those of turns are in the agents' histories."""
 PRIVATE_FIELDS = ("namespace_quotas",)
 """Fields of events of the whole daemon that tell of other namespaces."""
-AGENT_FIELDS = (
-    "agent namespace state tokens computed_tokens pinned durable pages resident_pages swapped_pages lost_pages "
-    "shared_pages behind_window_pages resident_bytes turns prompt_tokens cached_tokens generated_tokens branches"
-).split()
+_AGENT_FIELDS = """
+agent namespace state tokens computed_tokens pinned durable pages resident_pages swapped_pages lost_pages shared_pages
+behind_window_pages resident_bytes turns prompt_tokens cached_tokens generated_tokens branches
+"""
+AGENT_FIELDS = tuple(_AGENT_FIELDS.split())
 
 
 @dataclass(slots=True)
@@ -75,7 +76,6 @@ class Monitor:
         self.show_text = show_text
         self.every_namespace = every_namespace
         self.version = 0
-        self.last_seq: int | None = None
         self._clock = clock
         self._facts: dict[str, object] = {"up": None, "since_s": clock(), "reason": "", "returns": 0}
         self._facts_version = 0
@@ -147,9 +147,7 @@ class Monitor:
 
     def happened(self, event: Mapping[str, Any]) -> None:
         """An event of the daemon."""
-        kind, seq = event.get("type"), event.get("seq")
-        if isinstance(seq, int) and (self.last_seq is None or seq > self.last_seq):
-            self.last_seq = seq
+        kind = event.get("type")
         if kind == "gap" and event.get("reason") == "restart":
             self._run += 1  # requests are numbered anew
         if kind in ("hit", "miss", "turn_ended") and "agent" in event:
@@ -172,7 +170,9 @@ class Monitor:
         request = event.get("request")
         if not isinstance(request, int):
             return
-        turn = history.turns.setdefault((self._run, request), {"time_s": event.get("time_s"), "match": None, "miss": False})
+        turn = history.turns.setdefault(
+            (self._run, request), {"time_s": event.get("time_s"), "match": None, "miss": False}
+        )
         if event["type"] == "turn_ended":
             turn |= {name: event.get(name) for name in ("outcome", "completion_tokens", "ttft_s")}
         else:
@@ -219,9 +219,7 @@ class Monitor:
             parts.append(b'"daemon":%s' % json_bytes(facts))
         if self._figures_version > version:
             parts.append(b'"figures":%s' % json_bytes(self._figures))
-        agents = [
-            each.data for each in self._agents.values() if each.version > version and self._sees(namespace, each)
-        ]
+        agents = [each.data for each in self._agents.values() if each.version > version and self._sees(namespace, each)]
         if agents or full:
             parts.append(b'"agents":[%s]' % b",".join(agents))
         gone = [key for at, key in self._gone if at > version and (self.every_namespace or key[0] == namespace)]

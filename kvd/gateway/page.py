@@ -120,9 +120,7 @@ class Page:
         """Wait for a newer version or the end; False when neither came for too long."""
         moved = asyncio.ensure_future(monitor.moved(seen))
         try:
-            done, _ = await asyncio.wait(
-                {stopping, moved}, timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait({stopping, moved}, timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             moved.cancel()
         return bool(done)

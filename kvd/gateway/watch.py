@@ -8,7 +8,7 @@ May import kvd_client and siblings.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,6 @@ from kvd.gateway.around import Log
 from kvd.gateway.errors import ApiError
 from kvd.gateway.monitor import Monitor
 from kvd_client import AsyncClient, KvdClientError
-from kvd_client.wire import StreamReceived
 
 MAX_VIEWERS = 64
 LINGER_S = 30.0
@@ -51,6 +50,7 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._fresh = asyncio.Event()
+        self._seq = 0  # at first: all that the daemon remembers
         self._answered = False
         """The present connection, or the last one, brought an answer."""
 
@@ -119,7 +119,7 @@ class Watch:
     async def _ask_for_ever(self, client: AsyncClient) -> None:
         self._answered = False
         clock = asyncio.get_running_loop().time
-        parameters: dict[str, object] = {} if self._namespace is None else {"namespace": self._namespace}
+        since: int | None = None
         model_known, health_due_s = False, 0.0
         while True:
             if clock() >= health_due_s:
@@ -137,26 +137,19 @@ class Watch:
                     info = await client.model_info()
                     self.monitor.tell(model=info.get("model") or info.get("name"), kv_format=info.get("kv_format"))
                     model_known = True
-                answer = await client.call("monitor", parameters)
+                answer = await client.monitor(since, namespace=self._namespace)
             self.monitor.answered(answer)
-            parameters["since"] = answer["version"]
+            since = answer["version"]
             self._answered = True
             self._fresh.set()
             await asyncio.sleep(ASK_EVERY_S)
 
     async def _listen(self, client: AsyncClient) -> None:
-        async for event in _events(client, self._namespace, self.monitor.last_seq or 0):
-            self.monitor.happened(event)
+        async with client.subscribe(namespace=self._namespace, since=self._seq) as events:
+            async for event in events:
+                self._seq = events.seq
+                self.monitor.happened(event.to_map())
         raise KvdClientError("the daemon stops")
-
-
-async def _events(client: AsyncClient, namespace: str | None, since: int) -> AsyncIterator[Mapping[str, Any]]:
-    """The daemon's events, those first that it remembers; ends when it stops."""
-    transport = await client.connect()
-    parameters: dict[str, object] = {"since": since} | ({} if namespace is None else {"namespace": namespace})
-    request = transport.send_request("events.subscribe", parameters)
-    while isinstance(message := await transport.next_message(request, None), StreamReceived):
-        yield message.event
 
 
 def _reason(errors: BaseExceptionGroup[Any]) -> str:

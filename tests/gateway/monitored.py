@@ -17,7 +17,18 @@ from typing import Any
 from kvd.front import CallContext
 from tests.front.service import FakeService
 
-STATES = ["filling", "packed", "stashed", "loading_tail", "sealed_dirty", "writing", "clean", "evicted", "loading", "lost"]
+STATES = [
+    "filling",
+    "packed",
+    "stashed",
+    "loading_tail",
+    "sealed_dirty",
+    "writing",
+    "clean",
+    "evicted",
+    "loading",
+    "lost",
+]
 CODE = {name: code for code, name in enumerate(STATES)}
 SHARED, BEHIND, PINNED = 16, 32, 64
 PAGE_BYTES = 1_474_560
@@ -45,7 +56,7 @@ class MonitoredDaemon(FakeService):
         self.events: list[dict[str, object]] = []
         self.wake = asyncio.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.figures: dict[str, Any] = {name: 0 for name in _FIGURES} | {"budget_bytes": BUDGET_BYTES, "disk": "ok"}
+        self.figures: dict[str, Any] = dict.fromkeys(_FIGURES, 0) | {"budget_bytes": BUDGET_BYTES, "disk": "ok"}
         self.agents: dict[tuple[str, str], dict[str, Any]] = {}
         self.changed: dict[tuple[str, str], int] = {}
         for number in range(agents):
@@ -143,9 +154,7 @@ class MonitoredDaemon(FakeService):
         wanted = params.get("namespace")
         keys = [key for key in self.agents if wanted is None or key[0] == wanted]
         agents = [self._entry(self.agents[key]) for key in keys if not known or self.changed[key] > since]
-        resident = sum(
-            cell & 15 in _IN_RAM for agent in self.agents.values() for cell in agent["cells"]
-        )
+        resident = sum(cell & 15 in _IN_RAM for agent in self.agents.values() for cell in agent["cells"])
         totals = {
             "time_s": time.time(),
             "resident_bytes": min(BUDGET_BYTES, resident * PAGE_BYTES),
@@ -215,9 +224,9 @@ class MonitoredDaemon(FakeService):
 
 
 _IN_RAM = frozenset(CODE[name] for name in ("filling", "packed", "sealed_dirty", "writing", "clean"))
-_FIGURES = (
-    "bytes_read bytes_written decode_rows evictions faults preempted prompt_tokens cached_tokens turns swap_bytes "
-    "max_batch refault_rate"
-).split()
+_COUNTERS = """
+bytes_read bytes_written decode_rows evictions faults preempted prompt_tokens cached_tokens turns swap_bytes max_batch
+"""
+_FIGURES = _COUNTERS.split()
 
 __all__ = ["BEHIND", "CODE", "HOSTILE", "PINNED", "SHARED", "STATES", "MonitoredDaemon"]

@@ -135,7 +135,7 @@ class Reply:
 @contextmanager
 def gateway(socket: Path, **settings: Any) -> Iterator[Served]:
     """A gateway in front of the daemon at `socket`; closed and joined at the end."""
-    made = GatewaySettings(socket=socket, port=0, **settings)
+    made = GatewaySettings(socket=socket, **{"port": 0, **settings})
     started = Event()
     running: list[tuple[Server, Served]] = []
     failure: list[BaseException] = []

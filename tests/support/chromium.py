@@ -1,4 +1,4 @@
-"""A real headless Chromium, driven over its own debugging pipe (Chrome DevTools Protocol): no port, no driver, no package.
+"""A real headless Chromium, driven over its own debugging pipe (Chrome DevTools Protocol): no port, no package.
 
 Theory of operation. The browser reads commands from descriptor 3 and writes answers and events to descriptor 4, JSON
 closed by a zero byte. A trampoline moves the pipe there and becomes the browser. Everything happens on the test's own
@@ -188,7 +188,8 @@ class Page:
         """The window and what its user prefers.
 
         Args:
-            width, height: of the window, in CSS pixels.
+            width: of the window, in CSS pixels.
+            height: of it.
             scale: device pixels of one.
             dark: dark colours.
             still: reduced motion.
