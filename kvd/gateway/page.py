@@ -61,6 +61,10 @@ class Page:
         """End all streams: they have no end of their own, and would hold up the gateway's."""
         self._stopping.set()
 
+    def go_on(self) -> None:
+        """Serve streams again."""
+        self._stopping.clear()
+
     async def file(self, request: Request) -> Response:
         """One of the page's files; `/` is `index.html`."""
         name = request.path_params.get("name", "index.html")

@@ -81,6 +81,13 @@ def find_chromium() -> str | None:
     return found or next((path for path in APPLICATIONS if os.access(path, os.X_OK)), None)
 
 
+def why_not() -> str:
+    """Why there is no browser, for a skipped test."""
+    note = Path(os.environ.get("KVD_BROWSER_NOTE", ".venv/.browser-deps"))
+    told = note.read_text().strip() if note.is_file() else ""
+    return f"no Chromium or Chrome found; {told or 'make browser-deps installs one as root on Debian'}"
+
+
 class Browser:
     """One browser process. Owner: one fixture; used on one thread.
 
@@ -226,13 +233,12 @@ class Page:
             raise BrowserError(details.get("exception", {}).get("description") or details["text"])
         return answer["result"].get("value")
 
-    def until(self, expression: str, what: str, *, timeout_s: float = ANSWER_S) -> Any:
-        """Wait until an expression is true; returns its value."""
+    def until(self, expression: str, what: str, *, timeout_s: float = ANSWER_S) -> None:
+        """Wait until an expression is true."""
         deadline = time.monotonic() + timeout_s
-        while not (value := self.run(expression)):
+        while not self.run(f"Boolean({expression})"):
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}; {self.complaints()}"
             time.sleep(LOOK_S)
-        return value
 
     def key(self, key: str) -> None:
         """Press and let go of a key, by its DOM name."""
@@ -299,4 +305,4 @@ def browser(program: str) -> Iterator[Browser]:
             running.close()
 
 
-__all__: Sequence[str] = ["Browser", "BrowserError", "Page", "browser", "find_chromium"]
+__all__: Sequence[str] = ["Browser", "BrowserError", "Page", "browser", "find_chromium", "why_not"]

@@ -135,5 +135,8 @@ class Refused extends Error {}
 
 /** Hours, minutes and seconds of a date. */
 export function clock(date) {
-  return date.toLocaleTimeString([], { hour12: false });
+  return times.format(date);
 }
+
+// a formatter is dear to make and cheap to use
+const times = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });

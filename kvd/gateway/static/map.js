@@ -22,6 +22,7 @@ export class ResidencyMap {
   #rows = new Map(); // key -> {top, height, perRow, left, drawn, label}
   #dirty = new Set();
   #whole = true;
+  #top = 0; // scrolled so far, in whole device pixels, when it was last drawn
   #laid = "";
   #marks = new Map(); // code -> canvas
   #colors = null;
@@ -30,13 +31,14 @@ export class ResidencyMap {
   #width = 0;
   #height = 0;
   #chosen = null; // {key, index}
+  #left = []; // pages that were chosen before and still have the outline
   #asked = 0;
   drawn = 0; // marks, since the page was loaded
 
   constructor(state) {
     this.#state = state;
     new ResizeObserver(() => this.all()).observe(this.#scroll);
-    this.#scroll.addEventListener("scroll", () => this.all(), { passive: true });
+    this.#scroll.addEventListener("scroll", () => this.#ask(), { passive: true });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.recolor());
     this.#canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.#canvas.addEventListener("pointerdown", (event) => this.#point(event));
@@ -48,6 +50,10 @@ export class ResidencyMap {
   /** The agents to show, in order. */
   show(agents) {
     this.#agents = agents;
+    for (const agent of agents) {
+      const row = this.#rows.get(agent.key);
+      if (row) row.agent = agent; // one that went and came back is another object
+    }
     this.all();
   }
 
@@ -127,42 +133,63 @@ export class ResidencyMap {
   #draw() {
     this.#asked = 0;
     this.#layout();
-    const paper = this.#paper;
-    const top = this.#scroll.scrollTop;
-    paper.setTransform(this.#scale, 0, 0, this.#scale, 0, -top * this.#scale);
-    if (this.#whole) {
-      paper.fillStyle = this.#colors["--card"];
-      paper.fillRect(0, top, this.#width, this.#height);
-    }
-    for (const agent of this.#agents) {
-      const row = this.#rows.get(agent.key);
-      const dirty = this.#dirty.has(agent.key);
-      row.agent = agent;
-      if (row.top + row.height < top || row.top > top + this.#height) {
-        row.drawn = null;
-        continue;
+    const top = Math.round(this.#scroll.scrollTop * this.#scale) / this.#scale;
+    const moved = top - this.#top;
+    if (Math.abs(moved) >= this.#height) this.#whole = true;
+    this.#top = top;
+    const bottom = top + this.#height;
+    if (this.#whole) this.#strip(top, bottom);
+    else {
+      if (moved) this.#shift(moved);
+      if (moved > 0) this.#strip(bottom - moved, bottom);
+      if (moved < 0) this.#strip(top, top - moved);
+      this.#paper.setTransform(this.#scale, 0, 0, this.#scale, 0, -top * this.#scale);
+      for (const key of this.#dirty) {
+        const row = this.#rows.get(key);
+        if (row && row.top < bottom && row.top + row.height > top) this.#drawChanged(row);
       }
-      if (this.#whole || !row.drawn) this.#drawAgent(row);
-      else if (dirty) this.#drawChanged(row);
     }
     this.#dirty.clear();
     this.#whole = false;
+    this.#paper.setTransform(this.#scale, 0, 0, this.#scale, 0, -top * this.#scale);
     this.#outline();
   }
 
-  #drawAgent(row) {
+  // what is drawn already moves as a picture
+  #shift(moved) {
+    this.#paper.setTransform(1, 0, 0, 1, 0, 0);
+    this.#paper.drawImage(this.#canvas, 0, Math.round(-moved * this.#scale));
+  }
+
+  // everything between two heights
+  #strip(from, to) {
     const paper = this.#paper;
-    const { agent } = row;
+    paper.setTransform(this.#scale, 0, 0, this.#scale, 0, -this.#top * this.#scale);
+    paper.save();
+    paper.beginPath();
+    paper.rect(0, from, this.#width, to - from);
+    paper.clip();
     paper.fillStyle = this.#colors["--card"];
-    paper.fillRect(0, row.top, this.#width, row.height);
+    paper.fillRect(0, from, this.#width, to - from);
+    for (const row of this.#rows.values()) {
+      if (row.top < to && row.top + row.height > from) this.#drawAgent(row, from, to);
+    }
+    paper.restore();
+  }
+
+  #drawAgent(row, from, to) {
+    const { agent, perRow } = row;
     this.#name(row);
-    agent.cells.forEach((code, index) => this.#mark(row, index, code));
+    const line = (height) => perRow * Math.max(0, Math.floor((height - row.top - row.label) / this.#cell));
+    const last = Math.min(agent.cells.length, line(to) + perRow);
+    for (let index = line(from); index < last; index += 1) this.#mark(row, index, agent.cells[index]);
     row.drawn = agent.cells;
     row.words = this.#label(agent);
   }
 
   #drawChanged(row) {
-    const { agent, drawn } = row;
+    const { agent } = row; // what of it is out of sight is drawn when it comes in sight
+    const drawn = row.drawn ?? [];
     const words = this.#label(agent);
     if (row.words !== words) {
       this.#paper.fillStyle = this.#colors["--card"];
@@ -350,10 +377,8 @@ export class ResidencyMap {
   }
 
   #choose(key, index) {
-    if (this.#chosen) {
-      const row = this.#rows.get(this.#chosen.key);
-      if (row) row.drawn = null; // takes the old outline away
-    }
+    if (this.#chosen?.key === key && this.#chosen.index === index) return;
+    if (this.#chosen) this.#left.push(this.#chosen);
     this.#chosen = { key, index };
     this.#info.textContent = this.#tell();
     this.#ask();
@@ -375,11 +400,15 @@ export class ResidencyMap {
   }
 
   #outline() {
+    for (const { key, index } of this.#left.splice(0)) {
+      const row = this.#rows.get(key);
+      if (row && index < row.agent.cells.length) this.#mark(row, index, row.agent.cells[index], true);
+    }
     const row = this.#chosen && this.#rows.get(this.#chosen.key);
     if (!row || this.#chosen.index >= row.agent.cells.length) return;
     const [x, y] = this.#place(row, this.#chosen.index);
-    this.#paper.strokeStyle = this.#colors["--focus"];
+    this.#paper.strokeStyle = this.#colors["--ink"];
     this.#paper.lineWidth = 2;
-    this.#paper.strokeRect(x - 0.5, y - 0.5, this.#cell, this.#cell);
+    this.#paper.strokeRect(x + 1, y + 1, this.#cell - GAP - 2, this.#cell - GAP - 2);
   }
 }

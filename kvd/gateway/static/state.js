@@ -160,6 +160,7 @@ export function bytes(value) {
   return `${unit && number < 9.995 ? number.toFixed(2) : unit && number < 99.95 ? number.toFixed(1) : Math.round(number)} ${units[unit]}`;
 }
 
-export const count = (value) => (value ?? 0).toLocaleString("en");
+const numbers = new Intl.NumberFormat("en");
+export const count = (value) => numbers.format(value ?? 0);
 export const percent = (part) => (part === null ? "–" : `${Math.round(part * 100)} %`);
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;

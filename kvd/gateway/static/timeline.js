@@ -11,12 +11,13 @@ const NARROW_SPAN_S = 120;
 const NARROW = 600;
 const LISTED = 40;
 const AXIS = 18;
+const SHORTEST_MS = 450;
 const LANES = [
-  { kinds: ["eviction"], words: "evicted", color: "--dirty" },
-  { kinds: ["fault"], words: "faults", color: "--ram" },
-  { kinds: ["prefetch"], words: "read ahead", color: "--moving" },
-  { kinds: ["swap_out"], words: "written", color: "--disk" },
-  { kinds: ["miss"], words: "misses", color: "--lost" },
+  { kind: "eviction", words: "evicted", color: "--dirty" },
+  { kind: "fault", words: "faults", color: "--ram" },
+  { kind: "prefetch", words: "read ahead", color: "--moving" },
+  { kind: "swap_out", words: "written", color: "--disk" },
+  { kind: "miss", words: "misses", color: "--lost" },
 ];
 
 export class TimeLine {
@@ -27,29 +28,36 @@ export class TimeLine {
   #count = document.getElementById("time-count");
   #paper = this.#canvas.getContext("2d");
   #asked = 0;
+  #drawn_ms = 0;
   #listed = 0;
   #pointer = null;
 
   constructor(state) {
     this.#state = state;
-    new ResizeObserver(() => this.ask()).observe(this.#canvas);
-    setInterval(() => this.ask(), 1000);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.ask());
+    new ResizeObserver(() => this.#now()).observe(this.#canvas);
+    setInterval(() => this.#now(), 1000);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#now());
     for (const kind of ["pointermove", "pointerdown"]) {
       this.#canvas.addEventListener(kind, (event) => {
         this.#pointer = event.offsetX;
-        this.ask();
+        this.#now();
       });
     }
     this.#canvas.addEventListener("pointerleave", () => (this.#pointer = null));
   }
 
+  /** Events came: they are drawn at once, but not more often than twice a second. */
   ask() {
+    if (performance.now() - this.#drawn_ms > SHORTEST_MS) this.#now();
+  }
+
+  #now() {
     if (!this.#asked) this.#asked = requestAnimationFrame(() => this.#draw());
   }
 
   #draw() {
     this.#asked = 0;
+    this.#drawn_ms = performance.now();
     const width = this.#canvas.clientWidth;
     const height = this.#canvas.clientHeight;
     if (!width) return;
@@ -59,7 +67,9 @@ export class TimeLine {
       this.#canvas.height = Math.round(height * scale);
     }
     const style = getComputedStyle(document.documentElement);
-    const color = (name) => style.getPropertyValue(name).trim();
+    const names = ["--ink", "--line", "--quiet", ...LANES.map((each) => each.color)];
+    const colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(name).trim()]));
+    const color = (name) => colors[name];
     const paper = this.#paper;
     paper.setTransform(scale, 0, 0, scale, 0, 0);
     paper.clearRect(0, 0, width, height);
@@ -80,8 +90,8 @@ export class TimeLine {
     let nearest = null;
     const totals = LANES.map(() => 0);
     for (const event of this.#state.events) {
-      const at = LANES.findIndex((each) => each.kinds.includes(event.type));
       if (event.time_s < now - span) continue;
+      const at = LANES.findIndex((each) => each.kind === event.type);
       const x = xOf(event.time_s);
       if (at < 0) {
         if (event.type !== "turn_preempted") {
@@ -141,7 +151,7 @@ export class TimeLine {
   clear() {
     this.#list.replaceChildren();
     this.#listed = 0;
-    this.ask();
+    this.#now();
   }
 }
 
