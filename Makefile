@@ -13,7 +13,7 @@ STAMP  := $(VENV)/.installed
 # Hundreds of children import kvd, and pytest rewrites the assertions of 250 files: both are done once and kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long torture check lint types suite format bench clean
+.PHONY: help demo test test-long torture check lint types suite format bench browser-deps browser-deps-begin clean
 
 help:
 	@echo "make demo    install into .venv and show an agent's context surviving kill -9"
@@ -23,6 +23,7 @@ help:
 	@echo "make check   format, lint, types, layers, documentation, file sizes"
 	@echo "make format  rewrite the sources as 'make check' wants them"
 	@echo "make bench   the figures the README quotes"
+	@echo "make browser-deps  Chromium for the tests of the page: by apt, as root, on Debian; else says why not"
 	@echo "make clean   remove .venv and every generated file"
 
 # The stamp is written last, so an interrupted install starts afresh; it depends on pyproject.toml, so a changed
@@ -41,11 +42,18 @@ demo: $(STAMP)
 	@$(BIN)/kvd demo
 
 # What 'make check' looks at, its tests among all others. mypy keeps one core busy for a minute: pytest goes on beside it.
-test: lint
+# The browser of some tests is installed meanwhile.
+test: browser-deps-begin lint
 	@$(MAKE) --no-print-directory -j 2 types suite
 
-suite: $(STAMP)
+suite: $(STAMP) browser-deps
 	$(PYTEST)
+
+browser-deps:
+	@sh tools/browser_deps.sh $(VENV)/.browser-deps
+
+browser-deps-begin: $(STAMP)
+	@sh tools/browser_deps.sh $(VENV)/.browser-deps </dev/null >/dev/null 2>&1 &
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long

@@ -70,6 +70,12 @@ class Metrics:
         self._daemon = Gauge(
             "kvd_gateway_daemon", "Figures of the daemon, under its own names.", ("figure",), registry=registry
         )
+        self._parts = Gauge(
+            "kvd_gateway_daemon_part",
+            "Figures of the daemon that have parts, such as pages by state.",
+            ("figure", "part"),
+            registry=registry,
+        )
         anonymous = Gauge("kvd_gateway_anonymous_agents", "Agents of requests that named none.", registry=registry)
         anonymous.set_function(lambda: len(conversations))
         watching = Gauge("kvd_gateway_page_viewers", "Viewers of the page now.", registry=registry)
@@ -104,12 +110,17 @@ class Metrics:
         except (KvdClientError, TimeoutError):
             self._up.set(0)
             self._daemon.clear()
+            self._parts.clear()
         else:
             self._up.set(1)
             told = {name: health.get(name) for name in DAEMON_FIGURES} | dict(figures)
             for name, value in told.items():
                 if isinstance(value, int | float):
                     self._daemon.labels(name).set(value)
+                elif isinstance(value, Mapping):
+                    for part, number in value.items():
+                        if isinstance(number, int | float):  # figures of namespaces are maps: theirs alone
+                            self._parts.labels(name, part).set(number)
         return generate_latest(self.registry)
 
 

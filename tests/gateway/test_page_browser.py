@@ -85,7 +85,14 @@ def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
 def served(daemon: Daemon) -> Iterator[Served]:
     """The gateway in front of it."""
     with gateway(daemon.socket, show_divergence=True) as running:
+        running.run(look_on(running))
+        running.ask("GET", "/monitor")
         yield running
+
+
+async def look_on(served: Served) -> None:
+    """A viewer that never leaves: no test is blamed for the connections that the first one brings about."""
+    served.gateway.watch.enter()
 
 
 @pytest.fixture(scope="module")

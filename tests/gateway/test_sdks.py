@@ -1,9 +1,13 @@
-"""The official SDKs, unmodified, against a live daemon with a tiny model: one daemon and one gateway for all tests."""
+"""The official SDKs, unmodified, against a live daemon with a tiny model: one daemon and one gateway for all tests.
+
+So are the metrics of it, and the dashboard that shows them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +15,14 @@ from typing import Any, Literal
 import anthropic
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.serving import Served, gateway
 from tests.support.daemon import Daemon, short_folder
 
 pytestmark = pytest.mark.daemon
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 WORDS = "the time of a system that is made of pages and of memory and of an agent "
 SYSTEM = {"role": "system", "content": WORDS * 30}
@@ -399,3 +406,54 @@ def test_an_agent_framework_runs_its_loop(served: Served, stream: bool) -> None:
     assert result.output == second.text
     held = first.usage.input_tokens + first.usage.output_tokens
     assert held - second.usage.cache_read_tokens <= 1
+
+
+# ---- metrics and the dashboard that shows them ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scraped(served: Served) -> dict[str, set[str]]:
+    """Names of samples -> the values of their label `figure`; names of families as the documentation has them."""
+    found: dict[str, set[str]] = {}
+    text = served.ask("GET", "/metrics").body.decode()
+    for family in text_string_to_metric_families(text):
+        if family.name.endswith("_created"):  # when a counter began, for readers of OpenMetrics
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        for suffix in ("", "_bucket", "_count", "_sum") if family.type == "histogram" else ("",):
+            found.setdefault(name + suffix, set())
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).add(sample.labels.get("figure", ""))
+    return found
+
+
+def test_every_metric_is_listed(scraped: dict[str, set[str]]) -> None:
+    """docs/gateway.md lists what a scrape has, and nothing else; the daemon's figures are in docs/commands.md."""
+    listed = set(re.findall(r"^\| `(kvd_gateway_\w+)` \|", (DOCS / "gateway.md").read_text(), re.MULTILINE))
+    assert listed == {re.sub("_(bucket|count|sum)$", "", name) for name in scraped}
+    figures = set(re.findall(r"`(\w+)`", (DOCS / "commands.md").read_text()))
+    health = {"running", "queued", "preempted", "max_batch"}
+    assert (scraped["kvd_gateway_daemon"] | scraped["kvd_gateway_daemon_part"]) - figures - health == set()
+    assert scraped["kvd_gateway_daemon_part"] >= {"pages", "prefetched_pages"}
+
+
+def test_the_dashboard_shows_what_there_is(scraped: dict[str, set[str]]) -> None:
+    """grafana/kvd.json: every metric and figure in it is in a scrape, every panel has a unit and a description."""
+    board = json.loads((DOCS.parent / "grafana" / "kvd.json").read_text())
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert len({panel["title"] for panel in panels}) == len(panels) > 10
+    for panel in panels:
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        for target in panel["targets"]:
+            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            for name, labels in re.findall(r"(kvd_\w+)(\{[^}]*\})?", target["expr"]):
+                assert name in scraped, panel["title"]
+                for figure in re.findall(r'figure="(\w+)"', labels):
+                    assert figure in scraped[name], f"{panel['title']}: {figure}"
+    assert {each["name"] for each in board["templating"]["list"]} == {"datasource", "instance"}
+    places = [tuple(panel["gridPos"][side] for side in "xywh") for panel in panels]
+    for x, y, width, height in places:
+        assert x + width <= 24
+        assert sum(x < a + w and a < x + width and y < b + h and b < y + height for a, b, w, h in places) == 1

@@ -83,7 +83,7 @@ def find_chromium() -> str | None:
 
 def why_not() -> str:
     """Why there is no browser, for a skipped test."""
-    note = Path(os.environ.get("KVD_BROWSER_NOTE", ".venv/.browser-deps"))
+    note = Path(__file__).resolve().parents[2] / ".venv" / ".browser-deps"
     told = note.read_text().strip() if note.is_file() else ""
     return f"no Chromium or Chrome found; {told or 'make browser-deps installs one as root on Debian'}"
 
