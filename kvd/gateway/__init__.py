@@ -11,7 +11,8 @@ It speaks to the daemon through `kvd_client` alone and holds no attention state:
 - `identity`: whose address space a request continues. `conversations`: those of requests that name nobody.
 - `canonical`: volatile spans that are removed before anything is matched.
 - `fields`: reading JSON with errors that name what is allowed. `errors`: faults in both dialects.
-- `page`: the page at `/`, its files in `static`; `monitor`: what its viewers are shown, in versions; `watch`: keeps that true.
+- `page`: the page at `/`, its files in `static`; `monitor`: what its viewers are shown, in versions; `watch` keeps that
+  true.
 - `auth`: API keys and the Host header. `settings`: what `kvd gateway` can be told.
 - `record`: what a request was, for its log line; `metrics`: figures for Prometheus.
 

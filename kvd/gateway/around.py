@@ -137,6 +137,8 @@ class Around:
 
     def _done(self, record: Record) -> None:
         self._metrics.end(record)
+        if record.path.startswith(UNGUARDED_FOLDER) and record.outcome == "ok":
+            return  # the page's ten files are one look at it, which the line of its stream tells
         told = self._log.info if record.outcome in ("ok", "disconnected") else self._log.warning
         told("request", **record.line())
 

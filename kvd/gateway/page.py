@@ -36,6 +36,8 @@ SECURE = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+MOST_PING_S = 15.0
+"""The page takes a stream that was silent for 40 s for dead."""
 SHORTEST_GAP_S = 0.25
 """A viewer gets at most so many pictures a second as fit: eyes need no more."""
 FOREIGN = frozenset({"cross-site", "same-site"})
@@ -47,12 +49,12 @@ class Page:
 
     Args:
         watch: what is shown.
-        ping_s: a stream that has nothing to say says so this often.
+        ping_s: a stream that has nothing to say says so this often, `MOST_PING_S` at most.
     """
 
     def __init__(self, watch: Watch, *, ping_s: float) -> None:
         self._watch = watch
-        self._ping_s = ping_s
+        self._ping_s = min(ping_s, MOST_PING_S)
         self._run = secrets.token_hex(8)
         """In the ids of events: versions of another gateway mean nothing here."""
         self._stopping = asyncio.Event()

@@ -204,7 +204,7 @@ def test_the_map_is_for_keyboards_fingers_and_readers(page: Page, chromium: Brow
         phone.until(f"{LIVE} && document.getElementById('map').clientHeight > 0", "the phone shows the map")
         phone.run("document.getElementById('map').scrollIntoView({block: 'center'})")
         box = phone.run("(b => [b.left, b.top])(document.getElementById('map').getBoundingClientRect())")
-        phone.tap(box[0] + 5, box[1] + 16 + 5)
+        phone.tap(box[0] + 9, box[1] + 4 + 16 + 5)
         phone.until("document.getElementById('map-info').textContent.startsWith('coder: page 1')", "the tap tells")
 
 

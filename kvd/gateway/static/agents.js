@@ -145,7 +145,7 @@ class Row {
     this.#say(this.#ram, `${count(agent.resident_pages)} of ${plural(needed, "page")}, ${bytes(agent.resident_bytes)}`);
     this.#say(this.#cells[3], percent(hitRate(agent)));
     this.#squares(agent.history.slice(-SQUARES));
-    this.#miss(agent.history.findLast((turn) => turn.miss));
+    this.#miss(agent.history.findLast((turn) => turn.divergence));
     if (this.#detail) this.#fill();
   }
 
@@ -160,8 +160,8 @@ class Row {
     if (this.#words.get(this.#turns) === words) return;
     this.#words.set(this.#turns, words);
     this.#turns.replaceChildren(...turns.map((turn) => squareOf(turn)));
-    const misses = turns.filter((turn) => turn.miss).length;
-    this.#turns.setAttribute("aria-label", `${plural(turns.length, "turn")}, ${misses} missed`);
+    const parted = turns.filter((turn) => turn.match === "diverge").length;
+    this.#turns.setAttribute("aria-label", `${plural(turns.length, "turn")}, of ${parted} the text parted`);
   }
 
   #miss(turn) {
@@ -210,7 +210,7 @@ function tellTurn(turn) {
 
 function missOf(turn, state) {
   const { divergence } = turn;
-  if (!turn.miss || !divergence) return [];
+  if (!divergence) return [];
   const where = make("span", "quiet");
   where.textContent = `character ${count(divergence.character)}, token ${count(divergence.token)}: `;
   if (divergence.expected === undefined) {
@@ -228,7 +228,7 @@ function missOf(turn, state) {
 function squareOf(turn) {
   const failed = turn.outcome !== undefined && turn.outcome !== null && turn.outcome !== "ok";
   const glyph = failed ? "×" : GLYPHS[turn.match] ?? "…";
-  const made = square(glyph, turn.miss ? "miss" : turn.match && turn.match !== "new" && !failed ? "hit" : "");
+  const made = square(glyph, turn.match === "diverge" ? "miss" : turn.match && turn.match !== "new" && !failed ? "hit" : "");
   made.title = `${clock(new Date(turn.time_s * 1000))} ${tellTurn(turn)}${place(turn.divergence)}`;
   return made;
 }

@@ -8,6 +8,9 @@ import { BEHIND, MARKS, PINNED, SHARED, plural, wordsOf } from "/static/state.js
 
 const GAP = 1;
 const NARROW = 600;
+const RIM = 4; // room for the ring that shows the focus
+const CELLS = [[200, 22], [1000, 16], [3000, 13], [12_000, 10], [Infinity, 8]]; // up to so many pages: pixels of a mark
+const NARROW_CELLS = [[200, 18], [1000, 14], [4000, 11], [Infinity, 8]];
 const FONT = "12px system-ui, sans-serif";
 
 export class ResidencyMap {
@@ -91,17 +94,18 @@ export class ResidencyMap {
   #layout() {
     const width = this.#scroll.clientWidth;
     const total = this.#agents.reduce((sum, agent) => sum + agent.cells.length, 0);
-    const cell = width < NARROW ? (total > 4000 ? 8 : 11) : total > 12_000 ? 8 : total > 3000 ? 10 : total > 1000 ? 13 : 16;
+    const sizes = width < NARROW ? NARROW_CELLS : CELLS;
+    const cell = sizes.find(([most]) => total <= most)[1];
     const key = [width, cell, devicePixelRatio, ...this.#agents.map((agent) => agent.key + agent.cells.length)].join("\n");
     if (key === this.#laid) return;
     this.#laid = key;
     if (cell !== this.#cell || devicePixelRatio !== this.#scale) this.#marks.clear();
     [this.#cell, this.#scale, this.#width] = [cell, devicePixelRatio, width];
     const beside = width >= NARROW;
-    const left = beside ? this.#labelRoom(width) : 0;
-    const perRow = Math.max(8, Math.floor((width - left) / cell));
+    const left = beside ? this.#labelRoom(width) : RIM;
+    const perRow = Math.max(8, Math.floor((width - left - RIM) / cell));
     this.#rows.clear();
-    let top = 0;
+    let top = RIM;
     for (const agent of this.#agents) {
       const lines = Math.max(1, Math.ceil(agent.cells.length / perRow));
       const label = beside ? 0 : 16;
@@ -109,6 +113,7 @@ export class ResidencyMap {
       this.#rows.set(agent.key, { top, height, perRow, left, label, drawn: null, agent });
       top += height;
     }
+    top += RIM;
     this.#space.style.height = `${top}px`;
     this.#height = Math.min(top, Math.round(innerHeight * 0.62));
     this.#canvas.style.height = `${this.#height}px`;
@@ -212,13 +217,13 @@ export class ResidencyMap {
     paper.font = FONT;
     paper.textBaseline = "top";
     paper.fillStyle = this.#colors["--ink"];
-    const room = row.label ? this.#width : row.left - 8;
+    const room = (row.label ? this.#width : row.left) - 2 * RIM;
     let words = this.#label(row.agent).replace(/\p{C}/gu, "\u00b7"); // controls and marks of direction draw nothing wild
     if (paper.measureText(words).width > room) {
       while (words && paper.measureText(`${words}…`).width > room) words = words.slice(0, -1);
       words += "…";
     }
-    paper.fillText(words, 0, row.top + 1);
+    paper.fillText(words, RIM, row.top + (row.label ? 1 : Math.max(1, Math.round((this.#cell - 13) / 2))));
   }
 
   #mark(row, index, code, over = false) {

@@ -19,6 +19,7 @@ export const PINNED = 64;
 const CODES = 128;
 
 const MAX_EVENTS = 1500;
+const MAX_EARLY = 1000;
 const MAX_SAMPLES = 240;
 
 export class State {
@@ -31,6 +32,7 @@ export class State {
   offset_s = 0; // the gateway's clock less this one's
   skipped = 0;
   #seen = 0;
+  #early = new Map(); // histories of agents that were not told yet: a turn's events come before the next picture of pages
 
   /** Take in a picture; returns what changed: sets of keys, and whether agents came or went. */
   apply(picture) {
@@ -45,6 +47,7 @@ export class State {
       const here = new Set(picture.agents.map(keyOf));
       for (const key of this.agents.keys()) if (!here.has(key)) this.agents.delete(key);
       this.events = [];
+      this.#early.clear();
     }
     for (const [namespace, agent] of picture.gone ?? []) {
       listed = this.agents.delete(keyOf({ namespace, agent })) || listed;
@@ -55,15 +58,17 @@ export class State {
       listed = listed || !before;
       // views hold on to an agent's object, so it stays the same one
       if (before) Object.assign(before, agentOf(key, told, before.history));
-      else this.agents.set(key, agentOf(key, told, []));
+      else this.agents.set(key, agentOf(key, told, this.#early.get(key) ?? []));
+      this.#early.delete(key);
       changed.add(key);
     }
     for (const { namespace, agent, turns } of picture.histories ?? []) {
-      const found = this.agents.get(keyOf({ namespace, agent }));
+      const key = keyOf({ namespace, agent });
+      const found = this.agents.get(key);
       if (found) {
         found.history = turns;
-        changed.add(found.key);
-      }
+        changed.add(key);
+      } else if (this.#early.size < MAX_EARLY) this.#early.set(key, turns);
     }
     if (picture.skipped) this.skipped += 1;
     for (const event of picture.events ?? []) this.events.push({ ...event, number: ++this.#seen });
