@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Mapping
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -122,11 +123,12 @@ class Page:
         finally:
             stopping.cancel()
 
-    async def _something(self, monitor: Monitor, seen: int, stopping: asyncio.Future[bool]) -> bool:
+    async def _something(self, monitor: Monitor, seen: int, stopping: asyncio.Task[Literal[True]]) -> bool:
         """Wait for a newer version or the end; False when neither came for too long."""
         moved = asyncio.ensure_future(monitor.moved(seen))
         try:
-            done, _ = await asyncio.wait({stopping, moved}, timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {stopping, moved}
+            done, _ = await asyncio.wait(waited, timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             moved.cancel()
         return bool(done)
