@@ -78,7 +78,7 @@ class Gateway:
         """What the page shows. Whoever has a key may see its namespace's prompts; without keys they are everybody's."""
         everything = settings.page == "all"
         monitor = Monitor(show_text=bool(settings.keys) or settings.show_divergence, every_namespace=everything)
-        only = None if everything or len(settings.namespaces) > 1 else next(iter(settings.namespaces))
+        only = None if everything or settings.keys else settings.namespace  # keys of more namespaces may come
         return Watch(lambda: AsyncClient(client.socket), monitor, namespace=only, log=log)
 
     def stop(self) -> None:
