@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvd.ids import PageId, SpaceId
 from kvd.quant.spec import PAGE_TOKENS
@@ -133,8 +134,8 @@ class Branch:
         return TypedText(bytes(self.text), tuple(self.spans))
 
     def text_bytes_of(self, tokens: int) -> int:
-        """Text bytes that the first `tokens` ids stand for."""
-        return sum(self.token_bytes[:tokens])
+        """Text bytes that the first `tokens` ids stand for; all of them cost nothing to count."""
+        return len(self.text) if tokens >= len(self.token_bytes) else sum(self.token_bytes[:tokens])
 
     def append(self, kind: SpanKind, data: bytes, ids: Sequence[int], token_bytes: Sequence[int]) -> None:
         """Add text of one kind and its ids. `sum(token_bytes) == len(data)`."""
@@ -280,16 +281,19 @@ class SegmentNow:
     """A segment's present state, as the record builder needs it.
 
     Attributes:
-        pages: sealed pages in order.
+        pages: sealed pages there are.
+        entries: those from a number on, in order; asked for the ones that a record names, which are few of many.
         tail_tokens: tokens of the open page.
         extract: bytes of tokens [start, end) of the open page.
     """
 
-    pages: tuple[PageEntry, ...]
+    pages: int
+    entries: Callable[[int], tuple[PageEntry, ...]]
     tail_tokens: int
     extract: Callable[[int, int], bytes]
 
 
+@lru_cache(maxsize=4096)
 def page_runs(page_number: int) -> tuple[PositionRun, ...]:
     """Position runs of page `page_number` of a uniform segment: one run of a page's tokens."""
     return (PositionRun(page_number * PAGE_TOKENS, PAGE_TOKENS),)
@@ -319,15 +323,15 @@ def build_record(
     base = branch.baseline
     deltas: list[SegmentDelta] = []
     for group, segment in enumerate(segments):
-        kept_pages = min(base.pages, len(segment.pages))
-        same_open_page = base.pages == base.logged_pages == len(segment.pages)
+        kept_pages = min(base.pages, segment.pages)
+        same_open_page = base.pages == base.logged_pages == segment.pages
         tail_start = min(base.tail, segment.tail_tokens) if same_open_page else 0
         deltas.append(
             SegmentDelta(
                 group=group,
                 format_id=branch.format_ids[group],
                 kept_pages=kept_pages,
-                new_pages=segment.pages[kept_pages:],
+                new_pages=segment.entries(kept_pages) if kept_pages < segment.pages else (),
                 tail_start=tail_start,
                 tail_end=segment.tail_tokens,
                 tail_kv=segment.extract(tail_start, segment.tail_tokens) if segment.tail_tokens > tail_start else b"",

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvd.errors import KvdError
-from kvd.ids import PageId
+from kvd.ids import GroupId, PageId, SpaceId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.admission import refuse_over_budget, reserve
 from kvd.scheduler.agents import (
@@ -47,7 +47,7 @@ from kvd.store.records import AgentRecord, PageEntry, RecordKind
 from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import Activated, CopiesLost, Deactivated, LogLost, TurnCommitted
 from kvd.vm.page import OPEN
-from kvd.vm.views import SegmentView
+from kvd.vm.views import TailView
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -290,13 +290,15 @@ def _answer_to(submit: Callable[[RecordAnswer], None]) -> Generator[Wait, None, 
 
 
 def _record(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) -> AgentRecord:
+    pages = core.pager.tokens(branch.space) // PAGE_TOKENS
     segments = [
         SegmentNow(
-            tuple(PageEntry(p.page_id, p.key, page_runs(number)) for number, p in enumerate(segment.refs)),
-            segment.tail_tokens,
-            partial(_extract, core, segment),
+            pages,
+            partial(_entries, core, branch.space, GroupId(group)),
+            0 if tail is None else tail.tokens,
+            partial(_extract, core, tail),
         )
-        for segment in core.pager.segments(branch.space)
+        for group, tail in enumerate(core.pager.tails(branch.space))
     ]
     return build_record(
         agent,
@@ -309,9 +311,15 @@ def _record(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
     )
 
 
-def _extract(core: EngineCore, segment: SegmentView, start: int, end: int) -> bytes:
-    assert segment.tail is not None
-    return core.memory.tail_bytes(segment.tail, start, end)
+def _entries(core: EngineCore, space: SpaceId, group: GroupId, first: int) -> tuple[PageEntry, ...]:
+    """The space's sealed pages from number `first` on, as records name them."""
+    refs = core.pager.refs(space, group, first)
+    return tuple(PageEntry(ref.page_id, ref.key, page_runs(number)) for number, ref in enumerate(refs, first))
+
+
+def _extract(core: EngineCore, tail: TailView | None, start: int, end: int) -> bytes:
+    assert tail is not None
+    return core.memory.tail_bytes(tail, start, end)
 
 
 def _tails_at_hand(core: EngineCore, branch: Branch) -> bool:

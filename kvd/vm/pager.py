@@ -42,6 +42,7 @@ from kvd.vm.views import (
     SegmentView,
     Statistics,
     TailView,
+    ref_of,
     view_page,
     view_residency,
     view_segments,
@@ -281,6 +282,10 @@ class Pager:
     def segments(self, space: SpaceId) -> tuple[SegmentView, ...]:
         """Page ids, keys, states and tails, in order of group."""
         return view_segments(self._space(space))
+
+    def refs(self, space: SpaceId, group: GroupId, first: int = 0) -> tuple[ev.PageRef, ...]:
+        """Ids and keys of a segment's sealed pages from number `first` on: no pictures are made."""
+        return tuple(ref_of(page) for page in self._space(space).segments[group].sealed[first:])
 
     def page(self, space: SpaceId, group: GroupId, number: int) -> PageView:
         """One sealed page, for whoever goes from page to page: `segments` makes pictures of all.

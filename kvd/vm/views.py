@@ -243,12 +243,16 @@ def view_segments(space: AddressSpace) -> tuple[SegmentView, ...]:
     return tuple(views)
 
 
+def ref_of(page: Page) -> PageRef:
+    """A sealed page as records and forks name it."""
+    assert page.key is not None
+    return PageRef(page.page_id, page.key)
+
+
 def view_page(segment: Segment, number: int) -> PageView:
     """Picture of one sealed page."""
     page = segment.sealed[number]
-    assert page.key is not None
-    ref = PageRef(page.page_id, page.key)
-    return PageView(ref, page.state, page.frame, len(page.users), number < segment.first_page)
+    return PageView(ref_of(page), page.state, page.frame, len(page.users), number < segment.first_page)
 
 
 def view_tail(segment: Segment) -> TailView | None:

@@ -126,7 +126,10 @@ class Engine:
         def segment(group: int) -> SegmentNow:
             entries = tuple(self.entry(group, page, number) for number, page in enumerate(one.pages))
             return SegmentNow(
-                entries, tail, lambda start, end: self.tail_kv(one, group)[start * KV_BYTES : end * KV_BYTES]
+                len(entries),
+                lambda first: entries[first:],
+                tail,
+                lambda start, end: self.tail_kv(one, group)[start * KV_BYTES : end * KV_BYTES],
             )
 
         return build_record(

@@ -9,6 +9,7 @@ import pytest
 from kvd.errors import BudgetExceeded, Cancelled, ContextFull, InvalidParams
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import MAX_BRANCHES
+from kvd.scheduler.turn import TurnState
 from kvd.vm.text import Span, TypedText
 from tests.scheduler.fake_model import CONTEXT_TOKENS
 from tests.scheduler.harness import World, content
@@ -328,8 +329,16 @@ def test_a_cancelled_decode_keeps_what_was_given_out(world: World) -> None:
 def test_a_cancelled_divergence_that_came_to_nothing_leaves_the_agent_as_it_was(world: World) -> None:
     """No half-made branch stays current, in RAM or in the log."""
     world.generate("a", text_of(30), max_tokens=1)
+    world.job("evict", "a")  # so that the new branch has to wait for its pages
     before = world.text("a"), list(world.agent("a").branches)
-    outcome = world.generate("a", text_of(20) + " other" * 30, max_tokens=1, cancel_after=1)
+    made = []
+
+    def cancel(state: TurnState) -> None:
+        state.cancelled = len(world.agent("a").branches) > 1
+        made.append(state.cancelled)
+
+    outcome = world.generate("a", text_of(20) + " other" * 30, max_tokens=1, on_step=cancel)
+    assert made[-1], "a branch was made"
     assert isinstance(outcome.error, Cancelled)
     assert (world.text("a"), list(world.agent("a").branches)) == before
     world.crash()
