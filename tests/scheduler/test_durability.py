@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from kvd.errors import Busy, Cancelled
+from kvd.ids import GroupId, SpaceId
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.upkeep import MAX_SAVE_WAIT_S, Upkeep
 from kvd.scheduler.views import agent_info, residency, statistics
-from kvd.vm.events import CopiesLost, Tick
+from kvd.vm.events import CopiesLost, PageRef, Tick
 from tests.scheduler.harness import World, ref_of
 from tests.scheduler.test_turn import text_of
 
@@ -306,3 +307,25 @@ def test_memory_that_is_full_of_unsaved_pages_says_busy(world: World) -> None:
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     assert all(isinstance(error, Busy) for error in errors)
     assert errors
+
+
+def test_a_record_looks_at_the_pages_that_it_names(world: World) -> None:
+    """P15: the turns of a long conversation cost what is new in them, not a picture of every page there is."""
+    named: list[int] = []
+    refs = world.core.pager.refs
+
+    def counting(space: SpaceId, group: GroupId, first: int = 0) -> tuple[PageRef, ...]:
+        found = refs(space, group, first)
+        named.append(len(found))
+        return found
+
+    world.core.pager.refs = counting  # type: ignore[method-assign]
+    assert world.generate("a", text_of(90), max_tokens=1).turn.durable
+    pages = len(world.page_ids("a"))
+    assert pages > 3
+    assert named == [pages, pages], "one for each group"
+    named.clear()
+    assert world.generate("a", world.text("a") + " and", max_tokens=1).turn.durable
+    assert sum(named) <= 2 * (len(world.page_ids("a")) - pages)
+    assert world.job("fork", "a", new_agent="b").facts["durable"]
+    assert named[-2:] == [len(world.page_ids("b"))] * 2, "another log: it names all"
