@@ -45,8 +45,10 @@ def agent_of(core: EngineCore, request: TurnRequest) -> tuple[Agent, bool]:
 
 def give_end(core: EngineCore, agent: Agent, ttl_s: float | None) -> None:
     """The agent ends so long after its last use; None: never."""
+    had_end = agent.ttl_s is not None
     agent.ttl_s = ttl_s
-    mark_passing(core, agent)
+    if had_end or ttl_s is not None:
+        mark_passing(core, agent)
 
 
 def mark_passing(core: EngineCore, agent: Agent) -> None:
