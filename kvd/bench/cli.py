@@ -33,7 +33,7 @@ COMMANDS: Final = {
     "ppl": ("kvd.bench.ppl:ppl", "Perplexity and bytes of page formats, on text that ships with Python."),
     "rpc": (
         "kvd.bench.rpc:rpc",
-        "What the protocol costs: round trips and stream events against a bare msgpack echo, and many clients at once.",
+        "What the protocol costs: round trips and events against a bare echo, a gateway's part, many clients at once.",
     ),
     "serve": (
         "kvd.bench.serve:serve",
