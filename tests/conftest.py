@@ -14,14 +14,22 @@ from pathlib import Path
 
 from kvd import launcher
 
+# one BLAS thread a worker: several wait for the cores of other workers, and wait by spinning
+_stated = os.environ.get("KVD_THREADS")
+os.environ["KVD_THREADS"] = _stated or "1"
 launcher.prepare()
+if not _stated:
+    del os.environ["KVD_THREADS"]  # what is tested decides for itself
 
 import platformdirs  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.support.folders import short_base, use_memory  # noqa: E402
 from tests.support.leaks import Inventory  # noqa: E402
 from tests.support.network import GUARDED_METHODS  # noqa: E402
+from tests.support.zygote import Zygote, start_zygote  # noqa: E402
 
+use_memory()
 # what the user has configured is no business of the tests; empty: no file
 os.environ["KVD_CONFIG"] = ""
 # kernels are kept between runs, but not in the user's own folder
@@ -57,8 +65,7 @@ def _no_network() -> Iterator[None]:
 @pytest.fixture
 def short_tmp() -> Iterator[Path]:
     """A private folder whose path is short enough for Unix sockets (macOS allows 103 bytes, its default is longer)."""
-    base = "/tmp" if os.access("/tmp", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir=base)).resolve()
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir=short_base())).resolve()
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -72,6 +79,13 @@ def daemon_env(short_tmp: Path) -> dict[str, str]:
         name: os.environ[name] for name in ("KVD_BLAS", "KVD_KERNEL_CACHE", "KVD_MODEL_DIR") if name in os.environ
     }
     return kept | shared | folders | {"KVD_CONFIG": "", "KVD_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote | None]:
+    """What daemons are forked off; None where that cannot be done, and in modules whose subject is a start."""
+    with start_zygote() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

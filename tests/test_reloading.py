@@ -19,6 +19,7 @@ from kvd.ops.file_watch import FileWatch
 from kvd.reloading import LIVE, Reloader, SettingsFile
 from kvd.scheduler.limits import LimitChange
 from tests.support.daemon import Daemon, daemon_environment, eventually
+from tests.support.zygote import Zygote
 
 START = Settings(
     Path("/d"), Path("/d/s"), "m", Path("/m"), budget_bytes=8_000_000, namespace_quotas=(("a", 2_000_000),)
@@ -202,7 +203,7 @@ def test_a_system_that_cannot_watch_is_told() -> None:
 
 @pytest.mark.daemon
 def test_a_running_daemon_follows_its_file(
-    short_tmp: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    short_tmp: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote | None
 ) -> None:
     """A smaller budget in the file is in force without a restart; a wrong file is told; SIGHUP reads it, too."""
     file = short_tmp / "kvd.toml"
@@ -211,7 +212,7 @@ def test_a_running_daemon_follows_its_file(
         "tests.support.daemon.daemon_environment", lambda **extra: daemon_environment(KVD_CONFIG=str(file), **extra)
     )
     (short_tmp / "d").mkdir()
-    with Daemon(short_tmp / "d", tiny_model_dir) as daemon:
+    with Daemon(short_tmp / "d", tiny_model_dir, zygote=zygote) as daemon:
         assert daemon.client.statistics().budget_bytes == 64_000_000
         other = file.with_name("new")
         other.write_text('[serve]\nbudget = "32MB"\nquota = "1GB"\n')

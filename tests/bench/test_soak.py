@@ -21,6 +21,7 @@ from kvd.doctor import Options
 from kvd.vm.page import PageState
 from tests.support.daemon import Daemon, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 FINGERPRINT, PAGE = "0" * 32, "ab" + "1" * 30
 
@@ -63,9 +64,9 @@ def test_the_report_names_what_is_wrong() -> None:
 
 
 @pytest.fixture(scope="module")
-def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
+def daemon(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """One daemon for the planted faults."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as running:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as running:
         yield running
 
 
@@ -211,9 +212,9 @@ def test_planted_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.daemon
-def test_a_planted_orphan_and_a_flipped_bit_are_named(tiny_model_dir: Path) -> None:
+def test_a_planted_orphan_and_a_flipped_bit_are_named(tiny_model_dir: Path, zygote: Zygote | None) -> None:
     """P4, P5: in the folder of a daemon that was stopped; without them there is nothing to say."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as daemon:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         daemon.client.inject("a", prose(600, "a"))
         daemon.terminate()
         options = Options(daemon.data_dir, daemon.socket, folder, str(tiny_model_dir), deep=True)

@@ -20,6 +20,7 @@ from kvd.ops.sizes import format_size
 from tests.doctor.folders import flip, pages, tree
 from tests.support.daemon import Daemon, eventually, run_kvd, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +42,9 @@ def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def live(tiny_model_dir: Path) -> Iterator[Daemon]:
+def live(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """A running daemon with two agents."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as running:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as running:
         for name in ("ada", "bob"):
             running.client.generate(name, prose(600, name), max_tokens=4, temperature=0)
         yield running
@@ -176,9 +177,9 @@ def test_a_busy_folder_gives_no_false_alarm(live: Daemon, tiny_model_dir: Path) 
 
 
 @pytest.mark.daemon
-def test_a_killed_daemon_leaves_no_problem(tiny_model_dir: Path) -> None:
+def test_a_killed_daemon_leaves_no_problem(tiny_model_dir: Path, zygote: Zygote | None) -> None:
     """What `kill -9` leaves in the middle of a turn is nothing to heal: the next start copes with it (P2)."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as daemon:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         daemon.client.generate("ada", prose(600, "ada"), max_tokens=4)
         with daemon.client.generate_stream("ada", prose(900, "ada"), max_tokens=2000) as stream:
             next(iter(stream))

@@ -13,6 +13,7 @@ from kvd_client import errors
 from kvd_client.stream import StreamEvent
 from tests.support.daemon import Daemon, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -22,9 +23,12 @@ AGENTS = 10
 
 
 @pytest.fixture(scope="module")
-def small(tiny_model_dir: Path) -> Iterator[Daemon]:
+def small(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """A daemon with a budget of 14 pages."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir, ("--check", "--budget", "1.5MB")) as running:
+    with (
+        short_folder() as folder,
+        Daemon(folder, tiny_model_dir, ("--check", "--budget", "1.5MB"), zygote=zygote) as running,
+    ):
         yield running
 
 

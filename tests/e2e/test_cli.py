@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.daemon import Daemon, run_cli, run_kvd
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -154,9 +155,12 @@ def test_the_daemon_is_found_by_the_environment(daemon: Daemon) -> None:
         ("-5MB", ["not a size"]),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_by_name(short_tmp: Path, size: str, words: list[str]) -> None:
+def test_sizes_that_cannot_be_are_refused_by_name(
+    short_tmp: Path, size: str, words: list[str], zygote: Zygote | None
+) -> None:
     """P39: a small budget is refused with the minimum, a broken one with the allowed forms; no traceback."""
-    refused = run_kvd("serve", f"--budget={size}", "--data-dir", str(short_tmp / "data"), "--model", str(short_tmp))
+    folders = ("--data-dir", str(short_tmp / "data"), "--model", str(short_tmp))
+    refused = run_kvd("serve", f"--budget={size}", *folders, zygote=zygote)
     assert refused.code == 2
     assert "budget" in refused.stderr
     assert all(word in refused.stderr for word in words), refused.stderr
@@ -164,9 +168,10 @@ def test_sizes_that_cannot_be_are_refused_by_name(short_tmp: Path, size: str, wo
     assert not (short_tmp / "data").exists()
 
 
-def test_a_model_that_is_not_there_is_named(short_tmp: Path) -> None:
+def test_a_model_that_is_not_there_is_named(short_tmp: Path, zygote: Zygote | None) -> None:
     """A missing model is one line and exit code 1; nothing is left in the data folder's place."""
-    missing = run_kvd("serve", "--model", "no-such-model", "--data-dir", str(short_tmp), "--model-dir", str(short_tmp))
+    folders = ("--data-dir", str(short_tmp), "--model-dir", str(short_tmp))
+    missing = run_kvd("serve", "--model", "no-such-model", *folders, zygote=zygote)
     assert missing.code == 1
     assert "no-such-model" in missing.stderr
     assert "Traceback" not in missing.stderr

@@ -17,6 +17,7 @@ from kvd_client import errors
 from kvd_client.stream import Text
 from tests.support.daemon import Daemon, MakeDaemon, eventually, run_kvd
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -39,21 +40,23 @@ def test_a_second_daemon_on_the_same_data_is_refused(daemon: Daemon) -> None:
     assert again.match == "exact"
 
 
-def test_a_second_daemon_on_the_same_socket_is_refused(daemon: Daemon, short_tmp: Path) -> None:
+def test_a_second_daemon_on_the_same_socket_is_refused(daemon: Daemon, short_tmp: Path, zygote: Zygote | None) -> None:
     """A socket that somebody answers is never taken over."""
-    second = run_kvd(
-        *("serve", "--data-dir", str(short_tmp / "data"), "--model", str(daemon.model), "--socket", str(daemon.socket))
-    )
+    where = ("--data-dir", str(short_tmp / "data"), "--socket", str(daemon.socket))
+    second = run_kvd("serve", "--model", str(daemon.model), *where, zygote=zygote)
     assert second.code == 1
     assert str(daemon.socket) in second.stderr
     assert daemon.client.health().ready
 
 
-def test_a_socket_path_that_is_too_long_is_refused(short_tmp: Path, tiny_model_dir: Path) -> None:
+def test_a_socket_path_that_is_too_long_is_refused(
+    short_tmp: Path, tiny_model_dir: Path, zygote: Zygote | None
+) -> None:
     """The message has the path's bytes and the platform's limit."""
     path = short_tmp / ("long" * 30) / "kvd.sock"
     refused = run_kvd(
-        *("serve", "--data-dir", str(short_tmp / "data"), "--model", str(tiny_model_dir), "--socket", str(path))
+        *("serve", "--data-dir", str(short_tmp / "data"), "--model", str(tiny_model_dir), "--socket", str(path)),
+        zygote=zygote,
     )
     assert refused.code == 2
     assert str(len(os.fsencode(path))) in refused.stderr
@@ -106,6 +109,7 @@ def test_each_request_leaves_one_line(daemon: Daemon) -> None:
 def test_calls_wait_while_the_model_loads(make_daemon: MakeDaemon) -> None:
     """The socket answers before the model is there: health says `loading`, a call waits and is served."""
     daemon = make_daemon()
+    daemon.zygote = None  # a start that takes its time
     daemon.spawn()
     eventually(daemon.socket.exists, "the socket is there")
     with daemon.new_client() as client:
@@ -119,24 +123,28 @@ def test_calls_wait_while_the_model_loads(make_daemon: MakeDaemon) -> None:
         assert client.health().ready
 
 
-def test_a_file_in_the_socket_s_place_is_refused(short_tmp: Path, tiny_model_dir: Path) -> None:
+def test_a_file_in_the_socket_s_place_is_refused(short_tmp: Path, tiny_model_dir: Path, zygote: Zygote | None) -> None:
     """Only stale sockets are replaced; a file of the user's is named and left alone."""
     path = short_tmp / "kvd.sock"
     path.write_text("a file of the user's")
     refused = run_kvd(
-        *("serve", "--data-dir", str(short_tmp / "data"), "--model", str(tiny_model_dir), "--socket", str(path))
+        *("serve", "--data-dir", str(short_tmp / "data"), "--model", str(tiny_model_dir), "--socket", str(path)),
+        zygote=zygote,
     )
     assert refused.code == 2
     assert "is no socket" in refused.stderr
     assert path.read_text() == "a file of the user's"
 
 
-def test_a_data_folder_that_cannot_be_made_is_one_line(short_tmp: Path, tiny_model_dir: Path) -> None:
+def test_a_data_folder_that_cannot_be_made_is_one_line(
+    short_tmp: Path, tiny_model_dir: Path, zygote: Zygote | None
+) -> None:
     """What the system refuses is told with the path, without a traceback, with exit code 1."""
     (short_tmp / "file").write_text("no folder")
     path = short_tmp / "file" / "data"
     refused = run_kvd(
-        *("serve", "--data-dir", str(path), "--model", str(tiny_model_dir), "--socket", str(short_tmp / "kvd.sock"))
+        *("serve", "--data-dir", str(path), "--model", str(tiny_model_dir), "--socket", str(short_tmp / "kvd.sock")),
+        zygote=zygote,
     )
     assert refused.code == 1
     assert refused.stderr.count("\n") == 1

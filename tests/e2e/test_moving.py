@@ -12,6 +12,7 @@ from kvd_client import ConnectionLost, DaemonUnreachable, errors
 from tests.support.daemon import Daemon, MakeDaemon, run_cli, short_folder
 from tests.support.prose import prose
 from tests.support.tiny_model import make_tiny_model
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -66,10 +67,10 @@ def test_another_model_is_refused(make_daemon: MakeDaemon, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("operation", ["export", "import", "replace"])
-def test_kills_in_the_middle(tiny_model_dir: Path, operation: str) -> None:
+def test_kills_in_the_middle(tiny_model_dir: Path, operation: str, zygote: Zygote | None) -> None:
     """P3 P5: before the reply either nothing or all of it, after it all; no orphan, no unfinished file."""
     text = prose(2500, "kill")
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as daemon:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         daemon.client.inject("a", text)
         daemon.client.inject("b", prose(300, "old"))
         path = folder / "out" / "a.safetensors"

@@ -12,6 +12,7 @@ from kvd_client import AgentInfo, Client, GenerateResult, errors
 from tests.support.daemon import Daemon, MakeDaemon, short_folder
 from tests.support.prose import prose
 from tests.support.tiny_model import make_tiny_model
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -80,9 +81,12 @@ def _prepare(killed: Killed) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed(tiny_model_dir: Path) -> Iterator[Killed]:
+def killed(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Killed]:
     """One kill for all tests of this module."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir, ("--check", "--sharing", "agent")) as daemon:
+    with (
+        short_folder() as folder,
+        Daemon(folder, tiny_model_dir, ("--check", "--sharing", "agent"), zygote=zygote) as daemon,
+    ):
         scene = Killed(daemon)
         _prepare(scene)
         daemon.restart()

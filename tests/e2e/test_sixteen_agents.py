@@ -15,6 +15,7 @@ from kvd_client import Client, errors
 from kvd_client.stream import Text
 from tests.support.daemon import Daemon, daemon_environment, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -45,10 +46,10 @@ with ThreadPoolExecutor(len(jobs)) as pool:
 
 
 @pytest.fixture(scope="module")
-def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
+def daemon(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """A daemon that decodes for all sixteen at once; `--check` is on. Keys and values of 8 bits; nothing is shared."""
     options = ("--check", "--max-batch", str(AGENTS), "--kv-format", "q8", "--sharing", "agent")
-    with short_folder() as folder, Daemon(folder, tiny_model_dir, options) as running:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, options, zygote=zygote) as running:
         yield running
 
 

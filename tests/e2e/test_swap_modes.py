@@ -10,6 +10,7 @@ import pytest
 from kvd_client import KvdClientError
 from tests.support.daemon import Daemon, eventually, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 
 @pytest.fixture
@@ -24,9 +25,11 @@ def files_under(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
-def test_page_files_that_vanish_come_back_and_swap_off_leaves_all_as_it_is(tiny_model_dir: Path, folder: Path) -> None:
+def test_page_files_that_vanish_come_back_and_swap_off_leaves_all_as_it_is(
+    tiny_model_dir: Path, folder: Path, zygote: Zygote | None
+) -> None:
     """P8 P26: resident pages are written again by themselves; then a daemon without swap on the same folder."""
-    with Daemon(folder, tiny_model_dir) as daemon:
+    with Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         text = prose(600, "a")
         text += daemon.client.generate("a", text, max_tokens=4).text
         health = daemon.client.call("health")
@@ -42,7 +45,7 @@ def test_page_files_that_vanish_come_back_and_swap_off_leaves_all_as_it_is(tiny_
         daemon.terminate()
 
     before = files_under(folder / "data")
-    with Daemon(folder, tiny_model_dir, ("--swap", "off", "--write-limit", "5MB/min")) as daemon:
+    with Daemon(folder, tiny_model_dir, ("--swap", "off", "--write-limit", "5MB/min"), zygote=zygote) as daemon:
         client = daemon.client
         assert client.call("hello")["swap"] == client.call("health")["swap"] == "off"
         with pytest.raises(KvdClientError, match="a"):
@@ -55,6 +58,6 @@ def test_page_files_that_vanish_come_back_and_swap_off_leaves_all_as_it_is(tiny_
         daemon.terminate()
     assert files_under(folder / "data") == before
 
-    with Daemon(folder, tiny_model_dir) as daemon:
+    with Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         again = daemon.client.generate("a", text, max_tokens=1)
         assert again.cached_tokens == again.prompt_tokens - 1

@@ -21,6 +21,7 @@ from kvd_client.stream import Text
 from tests.support.daemon import Daemon, short_folder
 from tests.support.prose import prose
 from tests.support.tiny_model import make_tiny_model
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -64,9 +65,9 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def daemon(model: Path, folder: Path) -> Iterator[Daemon]:
+def daemon(model: Path, folder: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """A daemon that was killed and started again after the first turns of `TEXTS` and of two chats."""
-    with Daemon(folder, model) as running:
+    with Daemon(folder, model, zygote=zygote) as running:
         for name, text in TEXTS.items():
             FIRST[name] = running.client.generate(name, text, max_tokens=6)
         for name in ("typed", "honest"):

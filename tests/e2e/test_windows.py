@@ -10,6 +10,7 @@ import pytest
 from tests.support.daemon import Daemon, MakeDaemon, eventually, short_folder
 from tests.support.prose import prose
 from tests.support.tiny_gemma import WINDOW, make_tiny_gemma
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -24,9 +25,9 @@ def gemma_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(gemma_dir: Path) -> Iterator[Daemon]:
+def daemon(gemma_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """A daemon that serves it, with `--check` on."""
-    with short_folder() as folder, Daemon(folder, gemma_dir, ("--check",)) as running:
+    with short_folder() as folder, Daemon(folder, gemma_dir, ("--check",), zygote=zygote) as running:
         yield running
 
 

@@ -15,7 +15,6 @@ import pytest
 from kvd.model.tokenizer import TextCodec
 from tests.scheduler.harness import World
 from tests.support.store_data import memory_folder
-from tests.support.zygote import Zygote, start_zygote
 
 TALLY = pytest.StashKey[Counter[str]]()
 
@@ -44,13 +43,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def fast_tmp() -> Iterator[Path]:
     """A folder in memory where the system has one: for catalogs, and for what a kill leaves in the page cache."""
     yield from memory_folder()
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote | None]:
-    """What daemons that are killed often are forked off; None where that cannot be done."""
-    with start_zygote() as started:
-        yield started
 
 
 @pytest.fixture(scope="session")

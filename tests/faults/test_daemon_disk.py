@@ -14,6 +14,7 @@ import pytest
 from kvd_client import GenerateResult
 from tests.support.daemon import Daemon, eventually, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -86,9 +87,9 @@ DAMAGE: dict[str, tuple[int, Damage]] = {
 
 
 @pytest.fixture(scope="module")
-def rotten(tiny_model_dir: Path) -> Iterator[Rotten]:
+def rotten(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Rotten]:
     """Agents with equal text; after a `kill -9` one page file of each is damaged."""
-    with short_folder() as path, Daemon(path, tiny_model_dir, UNSHARED) as daemon:
+    with short_folder() as path, Daemon(path, tiny_model_dir, UNSHARED, zygote=zygote) as daemon:
         scene = Rotten(daemon)
         for agent in (*DAMAGE, "intact", "twin", "swapped-1", "swapped-2"):
             scene.text = build(daemon, agent)
@@ -134,9 +135,9 @@ def test_other_agents_keep_everything(rotten: Rotten) -> None:
 # ---- logs and catalog -----------------------------------------------------------------------------------------------
 
 
-def test_the_catalog_is_derived_from_the_logs(tiny_model_dir: Path, folder: Path) -> None:
+def test_the_catalog_is_derived_from_the_logs(tiny_model_dir: Path, folder: Path, zygote: Zygote | None) -> None:
     """P5: an older copy of the catalog, rubbish in its place, or none: every durable token resumes all the same."""
-    with Daemon(folder, tiny_model_dir, UNSHARED) as daemon:
+    with Daemon(folder, tiny_model_dir, UNSHARED, zygote=zygote) as daemon:
         text = build(daemon, "a")
         (catalog,) = daemon.files("*/catalog.sqlite3")
         with sqlite3.connect(catalog) as source, sqlite3.connect(folder / "old.sqlite3") as copy:
@@ -163,9 +164,11 @@ def test_the_catalog_is_derived_from_the_logs(tiny_model_dir: Path, folder: Path
             assert daemon.statistics()["swap_bytes"] == sum(path.stat().st_size for path in daemon.page_files())
 
 
-def test_a_torn_or_rotten_log_ends_at_its_last_good_record(tiny_model_dir: Path, folder: Path) -> None:
+def test_a_torn_or_rotten_log_ends_at_its_last_good_record(
+    tiny_model_dir: Path, folder: Path, zygote: Zygote | None
+) -> None:
     """P3, P4: a record that is not whole is not believed; the turns before it resume, the log says what went."""
-    with Daemon(folder, tiny_model_dir, UNSHARED) as daemon:
+    with Daemon(folder, tiny_model_dir, UNSHARED, zygote=zygote) as daemon:
         texts, logs = {}, {}
         for agent in ("torn", "rotten"):
             before = set(daemon.files("*/agents/*.log"))
@@ -187,9 +190,11 @@ def test_a_torn_or_rotten_log_ends_at_its_last_good_record(tiny_model_dir: Path,
         assert all(line["lost_bytes"] > 0 for line in troubles)
 
 
-def test_turns_after_a_log_was_found_damaged_survive_a_kill(tiny_model_dir: Path, folder: Path) -> None:
+def test_turns_after_a_log_was_found_damaged_survive_a_kill(
+    tiny_model_dir: Path, folder: Path, zygote: Zygote | None
+) -> None:
     """P4, P2: a bit of a swapped out tail flips; the turn that finds out and the ones after it are durable for real."""
-    with Daemon(folder, tiny_model_dir, UNSHARED) as daemon:
+    with Daemon(folder, tiny_model_dir, UNSHARED, zygote=zygote) as daemon:
         text = build(daemon, "a")
         daemon.client.evict("a")
         (log,) = daemon.files("*/agents/*.log")
@@ -212,9 +217,9 @@ def test_turns_after_a_log_was_found_damaged_survive_a_kill(tiny_model_dir: Path
 # ---- files that vanish under a running daemon -----------------------------------------------------------------------
 
 
-def test_a_swap_folder_that_vanishes_costs_no_answer(tiny_model_dir: Path, folder: Path) -> None:
+def test_a_swap_folder_that_vanishes_costs_no_answer(tiny_model_dir: Path, folder: Path, zygote: Zygote | None) -> None:
     """Removed under a running daemon: what is in RAM serves and is written anew, the rest is computed again."""
-    with Daemon(folder, tiny_model_dir, UNSHARED) as daemon:
+    with Daemon(folder, tiny_model_dir, UNSHARED, zygote=zygote) as daemon:
         text = build(daemon, "a")
         build(daemon, "twin")
         build(daemon, "evicted")
@@ -236,9 +241,9 @@ def test_a_swap_folder_that_vanishes_costs_no_answer(tiny_model_dir: Path, folde
         assert again.cached_tokens == again.prompt_tokens - 1
 
 
-def test_a_data_folder_that_vanishes_is_made_anew(tiny_model_dir: Path, folder: Path) -> None:
+def test_a_data_folder_that_vanishes_is_made_anew(tiny_model_dir: Path, folder: Path, zygote: Zygote | None) -> None:
     """The user removes everything but the socket: the next turn writes a log that stands alone and says what it is."""
-    with Daemon(folder, tiny_model_dir, UNSHARED) as daemon:
+    with Daemon(folder, tiny_model_dir, UNSHARED, zygote=zygote) as daemon:
         text = build(daemon, "a")
         for path in daemon.files("*"):
             if path.is_dir():
@@ -256,9 +261,11 @@ def test_a_data_folder_that_vanishes_is_made_anew(tiny_model_dir: Path, folder: 
 # ---- a disk that is full --------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_makes_turns_not_durable_until_there_is_room(tiny_model_dir: Path, folder: Path) -> None:
+def test_a_full_disk_makes_turns_not_durable_until_there_is_room(
+    tiny_model_dir: Path, folder: Path, zygote: Zygote | None
+) -> None:
     """P25, P2: over the quota a reply says `durable: false` and why; with room again the turn is saved by itself."""
-    with Daemon(folder, tiny_model_dir, (*UNSHARED, "--quota", "1MB")) as daemon:
+    with Daemon(folder, tiny_model_dir, (*UNSHARED, "--quota", "1MB"), zygote=zygote) as daemon:
         client, text = daemon.client, prose(1100, "kept")
         client.inject("big", prose(1300, "big"))
         assert client.agent_info("big").durable

@@ -12,6 +12,7 @@ import pytest
 from kvd.store.layout import log_name
 from tests.support.daemon import Daemon, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -32,13 +33,13 @@ def flip_a_bit(path: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-def test_flips_in_every_file_are_survived(tiny_model_dir: Path, tally: Counter[str]) -> None:
+def test_flips_in_every_file_are_survived(tiny_model_dir: Path, tally: Counter[str], zygote: Zygote | None) -> None:
     """Every file of all agents but one, the catalog and the record: that agent is whole, of no other a token is served.
 
     Each page of the others has a flipped bit, so a token that is reused would be a wrong one.
     """
     rng = random.Random(5)
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as daemon:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         files: dict[str, set[Path]] = {}
         for agent in AGENTS:
             daemon.client.inject(agent, prose(500, agent))

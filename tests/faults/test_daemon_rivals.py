@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.daemon import Daemon, eventually, short_folder
 from tests.support.prose import prose
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -27,10 +28,12 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize("shared", ["data", "socket"])
 def test_of_two_daemons_that_start_at_once_one_serves(
-    tiny_model_dir: Path, folder: Path, tally: Counter[str], shared: str
+    tiny_model_dir: Path, folder: Path, tally: Counter[str], shared: str, zygote: Zygote | None
 ) -> None:
     """The other ends with 1 and says who was first; the first is unharmed, and a kill of it lets the other in."""
-    pair = [Daemon(folder / name, tiny_model_dir, socket=folder / f"{name}.sock") for name in ("one", "two")]
+    pair = [
+        Daemon(folder / name, tiny_model_dir, socket=folder / f"{name}.sock", zygote=zygote) for name in ("one", "two")
+    ]
     for daemon in pair:
         daemon.folder.mkdir(mode=0o700)
         if shared == "data":
@@ -66,10 +69,10 @@ def test_of_two_daemons_that_start_at_once_one_serves(
 
 
 def test_folders_removed_under_a_running_daemon_are_made_again(
-    tiny_model_dir: Path, folder: Path, tally: Counter[str]
+    tiny_model_dir: Path, folder: Path, tally: Counter[str], zygote: Zygote | None
 ) -> None:
     """The logs, then everything, socket and lock included: open connections go on, turns are durable for real."""
-    with Daemon(folder, tiny_model_dir) as daemon:
+    with Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         client, text = daemon.client, prose(600, "a")
         text += client.generate("a", text, max_tokens=4).text
         for gone in (daemon.files("*/agents")[0], daemon.data_dir):
@@ -89,10 +92,10 @@ def test_folders_removed_under_a_running_daemon_are_made_again(
 
 
 def test_folders_removed_while_stopped_are_told_and_the_rest_is_served(
-    tiny_model_dir: Path, folder: Path, tally: Counter[str]
+    tiny_model_dir: Path, folder: Path, tally: Counter[str], zygote: Zygote | None
 ) -> None:
     """P8: without pages the KV is computed again, without logs the catalog knows what is gone: both are said."""
-    with Daemon(folder, tiny_model_dir) as daemon:
+    with Daemon(folder, tiny_model_dir, zygote=zygote) as daemon:
         text = prose(600, "a")
         unbroken = daemon.client.generate("a", text, max_tokens=4)
         daemon.kill()

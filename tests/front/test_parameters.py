@@ -18,6 +18,7 @@ import pytest
 from kvd_client import Client, errors
 from kvd_client.wire import StreamReceived
 from tests.support.daemon import Daemon, short_folder
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
@@ -26,9 +27,9 @@ WORK = {"drain", "shutdown"}
 
 
 @pytest.fixture(scope="module")
-def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
+def daemon(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """A daemon with one agent, `witness`."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as running:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as running:
         running.client.inject("witness", " the of and")
         yield running
 

@@ -6,23 +6,38 @@ So are the metrics of it, and the dashboard that shows them.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.serving import Served, gateway
 from tests.support.daemon import Daemon, short_folder
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+class Lazy:
+    """A module that is imported when it is used: it takes seconds, also of workers that run none of these tests."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        """Something of the module's."""
+        return getattr(importlib.import_module(self._name), name)
+
+
+anthropic: Any = Lazy("anthropic")
+openai: Any = Lazy("openai")
 
 WORDS = "the time of a system that is made of pages and of memory and of an agent "
 SYSTEM = {"role": "system", "content": WORDS * 30}
@@ -30,9 +45,9 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
 
 
 @pytest.fixture(scope="module")
-def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
+def daemon(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """A running daemon."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir) as running:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, zygote=zygote) as running:
         yield running
 
 

@@ -18,15 +18,16 @@ from click.testing import CliRunner
 from kvd.cli import main
 from tests.gateway.serving import Reply, Served
 from tests.support.daemon import Daemon, daemon_environment, eventually, short_folder
+from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.daemon
 
 
 @pytest.fixture(scope="module")
-def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
+def daemon(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """A daemon with a gateway on a free port."""
     options = ("--check", "--http", "127.0.0.1:0")
-    with short_folder() as folder, Daemon(folder, tiny_model_dir, options) as running:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, options, zygote=zygote) as running:
         yield running
 
 

@@ -288,7 +288,7 @@ def test_open_pages_are_given_up_when_they_alone_stand_in_the_way(make_runner: C
     runner.turn("first", "one", max_tokens=1).wait()  # before the first agent the budget keeps no reserves
     before = runner.look(lambda core: core.stats.tokens_computed)
     most_tokens = PAGE_TOKENS * runner.look(pages)
-    words = next(n for n in range(4000, 0, -10) if len(runner.codec.encode_content(prose(n, "q"))) < most_tokens - 2)
+    words = (most_tokens - 3) // 10 * 10
     max_tokens = most_tokens - len(runner.codec.encode_content(prose(words, "q")))
     assert 2 <= max_tokens < 100
     quick: list[Answer] = []

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvd_client import Client, KvdClientError
+from tests.support.folders import short_base
 from tests.support.zygote import Forked, Zygote
 
 READY_S = 60.0
@@ -39,8 +40,7 @@ def daemon_environment(**extra: str) -> dict[str, str]:
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
     """A private temporary folder with a path that fits a socket's address."""
-    base = "/tmp" if os.access("/tmp", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir=base)).resolve()
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir=short_base())).resolve()
     try:
         yield folder
     finally:
@@ -201,7 +201,7 @@ class Daemon:
 
     def cli(self, *arguments: str, stdin: str | None = None) -> CliResult:
         """Run `kvd-client` against this daemon as a shell would."""
-        return run_cli("--socket", str(self.socket), *arguments, stdin=stdin)
+        return run_cli("--socket", str(self.socket), *arguments, stdin=stdin, zygote=self.zygote)
 
     def statistics(self) -> dict[str, Any]:
         """Every figure of the daemon, as it sends them."""
@@ -261,24 +261,30 @@ class CliResult:
         return json.loads(self.stdout)
 
 
-def run_cli(*arguments: str, stdin: str | None = None, **environment: str) -> CliResult:
+def run_cli(*arguments: str, stdin: str | None = None, zygote: Zygote | None = None, **environment: str) -> CliResult:
     """Run `kvd-client` with these arguments."""
-    return _run([sys.executable, "-m", "kvd_client.cli", *arguments], stdin, environment)
+    return _run(["kvd-client", *arguments], "kvd_client.cli", stdin or "", zygote, environment)
 
 
-def run_kvd(*arguments: str, **environment: str) -> CliResult:
+def run_kvd(*arguments: str, zygote: Zygote | None = None, **environment: str) -> CliResult:
     """Run `kvd` with these arguments; for commands that end by themselves."""
-    return _run([sys.executable, "-m", "kvd", *arguments], None, environment)
+    return _run(["kvd", *arguments], "kvd", "", zygote, environment)
 
 
-def _run(command: Sequence[str], stdin: str | None, environment: dict[str, str]) -> CliResult:
+def _run(
+    command: Sequence[str], module: str, stdin: str, zygote: Zygote | None, environment: dict[str, str]
+) -> CliResult:
+    """Run a command in a process that the zygote forks, or in one as a user starts it."""
+    whole = daemon_environment(**environment)
+    if zygote is not None:
+        return CliResult(*zygote.run(command, environment=whole, stdin=stdin, timeout_s=CALL_S))
     done = subprocess.run(
-        command,
-        input=stdin if stdin is not None else "",
+        [sys.executable, "-m", module, *command[1:]],
+        input=stdin,
         capture_output=True,
         text=True,
         encoding="utf-8",
-        env=daemon_environment(**environment),
+        env=whole,
         timeout=CALL_S,
         check=False,
     )

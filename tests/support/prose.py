@@ -6,6 +6,7 @@ tokens.
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Final
 
@@ -18,6 +19,7 @@ also did many off before must well back through years much where your way down s
 WORDS: Final = tuple(_TEXT.split())
 
 
+@functools.cache
 def prose(tokens: int, seed: int | str) -> str:
     """Seeded words, exactly `tokens` tokens of the tiny model.
 

@@ -1,7 +1,8 @@
 """Daemons that start in a tenth of the time: forked off a process that has imported everything, and nothing more.
 
 Importing mlx and what stands on it is nearly all of a tiny daemon's start. The zygote does that once; each daemon is a
-fork of it that sets its own environment, files and arguments and runs `kvd` from `main` on. It is a process of its own
+fork of it that sets its own environment, files and arguments and runs `kvd` from `main` on; so are commands, of
+`kvd-client`, too. It is a process of its own
 with its own data folder, socket and log: `kill -9` takes it as it takes any other. What depends on imports (the
 launcher, the command line of the process) needs a real start.
 
@@ -19,8 +20,10 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class Forked:
@@ -91,8 +94,25 @@ class Zygote:
 
     def spawn(self, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path, umask: int) -> Forked:
         """Start `kvd` with these arguments, output to the end of `log`."""
-        wanted = {"spawn": list(arguments), "environment": dict(environment), "log": str(log), "umask": umask}
+        files = (os.devnull, str(log), str(log))
+        wanted = {"spawn": ["kvd", *arguments], "environment": dict(environment), "files": files, "umask": umask}
         return Forked(self, self.ask(wanted))
+
+    def run(
+        self, command: Sequence[str], *, environment: Mapping[str, str], stdin: str, timeout_s: float
+    ) -> tuple[int, str, str]:
+        """Run a command of `kvd` or `kvd-client` (its first word) to its end: exit code, standard output and error."""
+        with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
+            files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
+            files[0].write_bytes(stdin.encode())
+            wanted = {"spawn": list(command), "environment": dict(environment), "files": [str(file) for file in files]}
+            forked = Forked(self, self.ask(wanted | {"umask": 0o022}))
+            try:
+                code = forked.wait(timeout_s)
+            finally:
+                forked.kill()
+                forked.wait()
+            return code, files[1].read_bytes().decode(), files[2].read_bytes().decode()
 
     def ask(self, question: Mapping[str, object]) -> int:
         """One number for one question."""
@@ -144,6 +164,7 @@ def main() -> None:
     import kvd.daemon
     import kvd.model.cpu_assist
     import kvd.model.host_block  # noqa: F401
+    import kvd_client.cli  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -152,7 +173,7 @@ def main() -> None:
         if "spawn" in question:
             answer = os.fork()
             if answer == 0:
-                become_daemon(question, answers.fileno())
+                become(question, answers.fileno())
         elif "reap" in question:
             answer = os.waitstatus_to_exitcode(os.waitpid(question["reap"], 0)[1])
         else:
@@ -161,24 +182,29 @@ def main() -> None:
         answers.flush()
 
 
-def become_daemon(question: Mapping[str, object], answers: int) -> None:
-    """Be `kvd` with the arguments asked for; never returns."""
+def become(question: Mapping[str, Any], answers: int) -> None:
+    """Be the command asked for; never returns."""
     code = 1
     try:
         os.close(answers)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        log = os.open(str(question["log"]), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        for number, (path, mode) in enumerate(zip(question["files"], ("r", "a", "a"), strict=True)):
+            flags = os.O_RDONLY if mode == "r" else os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            descriptor = os.open(path, flags, 0o600)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        # as the interpreter makes them
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         os.environ.clear()
-        os.environ.update(question["environment"])  # type: ignore[call-overload]
-        os.umask(int(str(question["umask"])))
+        os.environ.update(question["environment"])
+        os.umask(question["umask"])
         random.seed()
-        sys.argv = ["kvd", *map(str, question["spawn"])]  # type: ignore[call-overload]
-        from kvd.__main__ import main as kvd
-
-        kvd()
+        sys.argv = question["spawn"]
+        if sys.argv[0] == "kvd":
+            from kvd.__main__ import main
+        else:
+            from kvd_client.cli import main
+        main()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
