@@ -42,6 +42,16 @@ def pytest_report_header() -> list[str]:
     return [outcome.describe(), *([f"warning: {outcome.warning}"] if outcome.warning else [])]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with long tests first, else in their random order: what two workers share at the end is short tests."""
+    weights: dict[Path, int] = {}
+    for item in items:
+        weight = 2 if item.get_closest_marker("real_model") else 1 if item.get_closest_marker("daemon") else 0
+        weights[item.path] = max(weight, weights.get(item.path, 0))
+    items.sort(key=lambda item: -weights[item.path])
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves no thread, child process or open descriptor behind (the marker `leaks` says why one may)."""
