@@ -52,6 +52,7 @@ class AsyncSubscription:
             RemoteError: the daemon refused.
             DaemonUnreachable: it went away, and `reconnect` was not asked for.
         """
+        error: KvdClientError | None
         while not self._closed:
             try:
                 if self._transport is None:

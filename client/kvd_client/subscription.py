@@ -51,6 +51,7 @@ class Subscription:
             RemoteError: the daemon refused.
             DaemonUnreachable: it went away, and `reconnect` was not asked for.
         """
+        error: KvdClientError | None
         while not self._closed.is_set():
             try:
                 if self._transport is None:

@@ -182,7 +182,7 @@ class Journal:
         for moved in self._core.pager.take_moves():
             if self._core.is_open(moved.space):
                 ref, _ = self._core.owner(moved.space)
-                facts = {"reason": moved.reason} if moved.reason else {}
+                facts: dict[str, object] = {"reason": moved.reason} if moved.reason else {}
                 self._add((ref, moved.move, moved.reason), facts, moved.pages, moved.moved_bytes)
 
     def _add(self, key: _Key, facts: dict[str, object], pages: int, moved_bytes: int | None) -> None:

@@ -140,8 +140,12 @@ class Subscriptions:
                 return {"reason": "stopping"}
             elif ring.wake_after(seq, knock):
                 await news.wait()
-                await asyncio.sleep(0.0 if self._is_closing or context.cancelled else GATHER_S)
+                await self._let_more_come(context)
                 news.clear()
+
+    async def _let_more_come(self, context: CallContext) -> None:
+        if not (self._is_closing or context.cancelled):
+            await asyncio.sleep(GATHER_S)
 
 
 def _send(batch: Batch, wanted: Filter, ring: EventRing, context: CallContext) -> None:
