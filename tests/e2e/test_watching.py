@@ -99,6 +99,14 @@ def terminal(argv: list[str], columns: int = 110, rows: int = 24) -> Iterator[Te
         made.close()
 
 
+@pytest.fixture(autouse=True)
+def _hears_ctrl_c() -> Iterator[None]:
+    """A run in the background of a shell ignores SIGINT, and children inherit that; for these tests they do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def watched(daemon: Daemon) -> Daemon:
     """A daemon with three agents."""
