@@ -26,16 +26,17 @@ SORTS: Final = ("activity", "name", "tokens", "RAM", "hits", "tokens/s", "last u
 STATES: Final = ("running", "preempted", "queued", "idle", "asleep")
 
 HELP: Final = (
-    "up, down, j, k, PgUp, PgDn, Home, End   select an agent",
-    "s                                       sort by the next column",
-    "r                                       reverse the order",
-    "p                                       pin the agent, or unpin it",
-    "e                                       evict the agent's pages to disk",
-    "h, ?                                    this help",
-    "q, Ctrl-C                               quit",
+    "up, down    select an agent; also j, k, PgUp, PgDn, Home, End",
+    "s, r        sort by the next column; reverse the order",
+    "p           pin the agent, or unpin it",
+    "e           evict the agent's pages to disk",
+    "h, ?        this help",
+    "q, Ctrl-C   quit",
     "",
-    "pages  █ RAM and disk  ▓ RAM  ▒ loading  ░ disk  · unseen  ▄ open  _ open, disk  ! lost",
-    "hit    part of the prompt tokens that were computed before; last: how the last prompt matched",
+    "pages       █ RAM and disk  ▓ RAM  ▒ loading  ░ disk",
+    "            · unseen  ▄ open  _ open, disk  ! lost",
+    "hit         prompt tokens that were computed before",
+    "last        how the last prompt matched",
 )
 
 _STYLES: Final = {"bold": "1", "dim": "2", "reverse": "7", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -195,7 +196,8 @@ def _health(figures: Mapping[str, Any]) -> str:
 def _gauge(label: str, amount: int, most: int, columns: int, paint: Paint, note: str) -> str:
     part = amount / most if most else 0.0
     words = f" {size(amount)} of {size(most)} ({_percent(part)})"
-    cells = max(0, min(40, columns - len(label) - len(words) - 4))
+    cells = columns - len(label) - len(words) - len(note) - 4
+    cells = max(0, min(40, cells if cells >= 10 else cells + len(note) + 2))
     filled = min(cells, round(part * cells))
     style = "red" if part > 0.97 else "yellow" if part > 0.85 else "green"
     line = f"{label}  {paint('█' * filled, style)}{paint('░' * (cells - filled), 'dim')}"
@@ -267,7 +269,8 @@ def _table(
     bar_cells = max(0, columns - fixed - name_cells - 1)
     order = f"{choice.sort}{', reversed' if choice.is_reversed else ''}"
     heading = fit("agent", name_cells) + " " + " ".join(_cell(column.title, column) for column in chosen)
-    heading += " " + fit(f"pages (by {order})", bar_cells)
+    pages = f"pages (by {order})"
+    heading += " " + fit(pages if len(pages) <= bar_cells else "pages", bar_cells)
     lines = [paint(fit(heading, columns), "bold")]
     selected = choice.selected if choice.selected in agents else (keys[0] if keys else None)
     for key in shown:

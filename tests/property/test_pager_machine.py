@@ -580,20 +580,21 @@ class PagerMachine(RuleBasedStateMachine):
         for space in self.models:
             codes = self.pager.page_codes(space)
             maps[space] = self.pager.map_version(space), codes
+            before = self.maps.get(space)
+            if before is not None and before[0] == maps[space][0]:
+                assert before[1] == codes
+                continue
             for view, found in zip(self.pager.segments(space), codes, strict=True):
                 pages = [
-                    STATES.index(str(page.state))
+                    STATES.index(page.state.value)
                     | SHARED * (page.shared_spaces > 1)
                     | BEHIND_WINDOW * page.behind_window
                     for page in view.pages
                 ]
-                pages += [] if view.tail is None else [STATES.index(str(view.tail.state))]
+                pages += [] if view.tail is None else [STATES.index(view.tail.state.value)]
                 assert [code & ~PINNED for code in found] == pages
-            held = self.pager.pinned_pages(space)
             pinned = sum(bool(code & PINNED) for found in codes for code in found)
-            assert pinned == len(held)
-            before = self.maps.get(space)
-            assert before is None or before[0] != maps[space][0] or before[1] == codes
+            assert pinned == len(self.pager.pinned_pages(space))
         self.maps = maps
 
     @invariant()
