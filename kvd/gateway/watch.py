@@ -48,6 +48,7 @@ class Watch:
         self._namespace = namespace
         self._log = log
         self._task: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         self._lingering: asyncio.TimerHandle | None = None
         self._fresh = asyncio.Event()
         self._seq = 0  # at first: all that the daemon remembers
@@ -68,7 +69,7 @@ class Watch:
         if self._lingering is not None:
             self._lingering.cancel()
             self._lingering = None
-        if self._task is None or self._task.done():
+        if self._task is None:
             self._fresh.clear()
             self._task = asyncio.create_task(self._watch())
 
@@ -86,38 +87,41 @@ class Watch:
 
     def _stop(self) -> None:
         self._lingering = None
-        if self._task is not None:
-            self._task.cancel()
+        task, self._task = self._task, None  # whoever enters while it ends begins another one
+        if task is not None:
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
         """Stop watching."""
         if self._lingering is not None:
             self._lingering.cancel()
         self._stop()
-        if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _watch(self) -> None:
         wait_s = FIRST_RETRY_S
         while True:
-            client = self._connect()
+            client, is_ready = self._connect(), asyncio.Event()
+            self._answered = False
             try:
                 async with asyncio.TaskGroup() as together:
-                    together.create_task(self._ask_for_ever(client))
-                    together.create_task(self._listen(client))
+                    together.create_task(self._ask_for_ever(client, is_ready))
+                    together.create_task(self._listen(client, is_ready))
             except* (KvdClientError, TimeoutError) as errors:
                 self.monitor.away(_reason(errors))
                 self._fresh.set()
             except* Exception as errors:
                 self._log.exception("bug", where="the page's watch", error=repr(errors.exceptions[0]))
                 self.monitor.away("the gateway has a bug; its log has the details")
+                self._answered, wait_s = False, LAST_RETRY_S
             finally:
                 await client.close()
             wait_s = FIRST_RETRY_S if self._answered else min(LAST_RETRY_S, 2 * wait_s)
             await asyncio.sleep(wait_s)
 
-    async def _ask_for_ever(self, client: AsyncClient) -> None:
-        self._answered = False
+    async def _ask_for_ever(self, client: AsyncClient, is_ready: asyncio.Event) -> None:
         clock = asyncio.get_running_loop().time
         since: int | None = None
         model_known, health_due_s = False, 0.0
@@ -128,7 +132,8 @@ class Watch:
                 self.monitor.tell(status=health.status)
                 self.monitor.back()
                 health_due_s = clock() + HEALTH_EVERY_S
-                if not health.ready and not model_known:
+                if not health.ready and not model_known:  # loading, which may take minutes
+                    self._fresh.set()
                     await asyncio.sleep(ASK_EVERY_S)
                     health_due_s = 0.0
                     continue
@@ -137,6 +142,7 @@ class Watch:
                     info = await client.model_info()
                     self.monitor.tell(model=info.get("model") or info.get("name"), kv_format=info.get("kv_format"))
                     model_known = True
+                    is_ready.set()
                 answer = await client.monitor(since, namespace=self._namespace)
             self.monitor.answered(answer)
             since = answer["version"]
@@ -144,7 +150,8 @@ class Watch:
             self._fresh.set()
             await asyncio.sleep(ASK_EVERY_S)
 
-    async def _listen(self, client: AsyncClient) -> None:
+    async def _listen(self, client: AsyncClient, is_ready: asyncio.Event) -> None:
+        await is_ready.wait()
         async with client.subscribe(namespace=self._namespace, since=self._seq) as events:
             async for event in events:
                 self._seq = events.seq

@@ -51,6 +51,7 @@ class MonitoredDaemon(FakeService):
     ) -> None:
         super().__init__()
         self._random = Random(seed)
+        self.is_loading = False
         self.version = 1
         self.seq = 0
         self.events: list[dict[str, object]] = []
@@ -220,7 +221,7 @@ class MonitoredDaemon(FakeService):
         return {"model": "tiny", "context_tokens": 32768, "kv_format": "q4", "sharing": "namespace"}
 
     async def do_health(self, params: Mapping[str, Any], context: CallContext) -> object:
-        return {"ready": True, "status": "ready"}
+        return {"ready": not self.is_loading, "status": "loading" if self.is_loading else "ready"}
 
 
 _IN_RAM = frozenset(CODE[name] for name in ("filling", "packed", "sealed_dirty", "writing", "clean"))

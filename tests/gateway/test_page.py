@@ -292,6 +292,36 @@ def test_one_subscription_serves_all_viewers(monitored: MonitoredDaemon) -> None
         eventually(lambda: served.gateway.watch.viewers == 0, "both have left")
 
 
+def test_who_comes_while_the_watch_ends_begins_another(monitored: MonitoredDaemon) -> None:
+    """The last viewer left half a minute ago, and the next one comes just then: it is not left with what was."""
+    with gateway(monitored.path) as served:  # type: ignore[attr-defined]
+        served.ask("GET", "/monitor")
+        watch = served.gateway.watch
+
+        async def just_then() -> None:
+            watch._stop()
+            watch.enter()
+
+        served.run(just_then())
+        subscribed = lambda: sum(method == "events.subscribe" for method, _ in monitored.calls)  # noqa: E731
+        eventually(lambda: subscribed() == 2, "another watch has begun")
+
+
+def test_a_daemon_that_loads_its_model_is_waited_for(monitored: MonitoredDaemon) -> None:
+    """Its status is told, and nothing is asked of it that it could not answer."""
+    monitored.is_loading = True
+    with gateway(monitored.path) as served, watching(served) as viewer:  # type: ignore[attr-defined]
+        picture = viewer.next()
+        while picture.get("daemon", {}).get("status") != "loading":
+            picture = viewer.next()
+        assert picture["daemon"]["up"] is True
+        assert not {"monitor", "events.subscribe", "model.info"} & {method for method, _ in monitored.calls}
+        monitored.is_loading = False
+        while not picture.get("agents"):
+            picture = viewer.next()
+        assert served.ask("GET", "/monitor").json["daemon"]["returns"] == 0
+
+
 def test_a_daemon_that_is_away_is_told(tmp_path: Path) -> None:
     """The page says since when and how to start it; when it is there the picture comes by itself."""
     with short_folder() as folder, gateway(folder / "kvd.sock", ping_s=0.05) as served, watching(served) as viewer:
