@@ -122,7 +122,8 @@ class Around:
         settings = self._settings
         check_host(headers.get("host"), settings.allowed_hosts)
         if record.path not in UNGUARDED and not record.path.startswith(UNGUARDED_FOLDER):
-            record.namespace = check_key(self._keys.ring, headers, settings.namespace)
+            namespace = record.namespace = check_key(self._keys.ring, headers, settings.namespace)
+            scope["state"]["may_stay"] = lambda: self._may_stay(headers, namespace)
         if record.method == "POST":
             media = headers.get("content-type", "").partition(";")[0].strip().lower()
             if media != "application/json":  # a browser may not send that to a foreign site without asking first
@@ -134,6 +135,13 @@ class Around:
                     details={"error_code": "request_body_encoding_unsupported"},
                 )
         await self._inner(scope, receive, send)
+
+    def _may_stay(self, headers: Mapping[str, str], namespace: str) -> bool:
+        """Whether the key that let a request in still does: what has no end by itself asks from time to time."""
+        try:
+            return check_key(self._keys.ring, headers, self._settings.namespace) == namespace
+        except ApiError:
+            return False
 
     def _done(self, record: Record) -> None:
         self._metrics.end(record)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -96,7 +96,7 @@ class Page:
         if request.method == "HEAD":  # would be silent for ever
             return Response(media_type=EventStream.media_type, headers=SECURE)
         self._watch.enter()
-        source = self._events(request.state.record.namespace, self._seen(request))
+        source = self._events(request.state.record.namespace, self._seen(request), request.state.may_stay)
         return EventStream(source, SECURE, self._watch.leave)
 
     def _seen(self, request: Request) -> int | None:
@@ -105,13 +105,15 @@ class Page:
         known = run == self._run and version.isascii() and version.isdecimal() and len(version) < 16
         return int(version) if known else None
 
-    async def _events(self, namespace: str, seen: int | None) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, namespace: str, seen: int | None, may_stay: Callable[[], bool]
+    ) -> AsyncGenerator[bytes, None]:
         monitor = self._watch.monitor
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             yield COMMENT_PING  # the headers go out at once, whatever the daemon does
             await self._watch.fresh()
-            while not stopping.done():
+            while not stopping.done() and may_stay():
                 version = monitor.version
                 if seen is None or version != seen:
                     data = monitor.since(seen, namespace)

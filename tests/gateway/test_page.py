@@ -176,6 +176,23 @@ def test_a_key_sees_its_namespace(monitored: MonitoredDaemon, tmp_path: Path) ->
                 got += [event["type"] for event in theirs.next().get("events", ())]
 
 
+def test_a_key_that_is_taken_back_ends_its_stream(monitored: MonitoredDaemon, tmp_path: Path) -> None:
+    """P37: a stream has no end of its own; whoever looks on with another key goes on looking."""
+    ring, path = keys_of(tmp_path), tmp_path / "keys"
+    with (
+        gateway(monitored.path, keys=ring, key_file=path, ping_s=0.02) as served,  # type: ignore[attr-defined]
+        watching(served, x_api_key=KEY) as mine,
+        watching(served, x_api_key=TEAM_KEY) as theirs,
+    ):
+        mine.next()
+        theirs.next()
+        path.write_text(f"{TEAM_KEY} team\n")
+        assert mine.ends()
+        assert served.ask("GET", "/monitor", headers={"x-api-key": KEY}).status == 401
+        theirs.ping()
+        assert served.gateway.watch.viewers == 1
+
+
 @pytest.mark.parametrize("shown", [False, True])
 def test_without_keys_text_is_shown_when_asked_for(monitored: MonitoredDaemon, shown: bool) -> None:
     """P12, P19: where a prompt left the stored text is told to everybody; what stood there only if they may know."""
