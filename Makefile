@@ -42,12 +42,12 @@ demo: $(STAMP)
 	@$(BIN)/kvd demo
 
 # What 'make check' looks at, its tests among all others. mypy keeps one core busy for a minute: pytest goes on beside it.
-# The browser of some tests is installed meanwhile.
+# The browser of some tests is installed meanwhile; those tests wait for it, and say so when there is none.
 test: browser-deps-begin lint
-	@$(MAKE) --no-print-directory -j 2 types suite
+	@$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) -j 2 types suite
 
-suite: $(STAMP) browser-deps
-	$(PYTEST)
+suite: $(STAMP)
+	$(PYTEST) -rs
 
 browser-deps:
 	@sh tools/browser_deps.sh $(VENV)/.browser-deps

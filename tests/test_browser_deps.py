@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.support import chromium
 
 SCRIPT = Path(__file__).resolve().parents[1] / "tools" / "browser_deps.sh"
 TOOLS = ("sh", "cat", "dirname", "grep", "mkdir", "rm", "tail", "chmod")
@@ -84,3 +87,14 @@ def test_the_reason_is_told_where_it_cannot_be(machine: Machine) -> None:
     assert "no Debian" in machine.run()
     machine.command("google-chrome", "exit 0")
     assert machine.run() == ""
+
+
+def test_tests_wait_for_an_install_that_runs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a browser is none: the lock is the script's while it runs, and nobody's when it never ran."""
+    lock = Path(f"{machine.note}.lock")
+    monkeypatch.setattr(chromium, "LOCK", lock)
+    assert chromium.installed(timeout_s=0.0)
+    with lock.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert not chromium.installed(timeout_s=0.0)
+    assert chromium.installed(timeout_s=0.0)

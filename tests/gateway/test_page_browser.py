@@ -17,12 +17,12 @@ from kvd.gateway import read_key_file
 from tests.front.service import serving
 from tests.gateway.monitored import HOSTILE, MonitoredDaemon
 from tests.gateway.serving import Served, gateway
-from tests.support.chromium import Browser, Page, browser, find_chromium, why_not
+from tests.support.chromium import Browser, Page, browser, find_chromium, installed, why_not
 from tests.support.daemon import Daemon, eventually, short_folder
 from tests.support.prose import prose
 from tests.support.zygote import start_zygote
 
-pytestmark = [pytest.mark.daemon, pytest.mark.skipif(find_chromium() is None, reason=why_not())]
+pytestmark = pytest.mark.daemon
 
 LIVE = "document.getElementById('link').dataset.state === 'live'"
 PHONE = {"width": 360, "height": 740}
@@ -66,7 +66,12 @@ CONTRAST = """(() => {
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     """One browser for all."""
-    with browser(find_chromium() or "") as running:
+    if not installed():
+        pytest.skip("no Chromium yet: tools/browser_deps.sh still installs one")
+    program = find_chromium()
+    if program is None:
+        pytest.skip(why_not())
+    with browser(program) as running:
         yield running
 
 

@@ -10,6 +10,7 @@ The browser talks to loopback alone: its services are off and every other name r
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -27,6 +28,10 @@ from typing import Any
 ANSWER_S = 30.0
 """A command is answered in so long, on a machine that does other work, too."""
 LOOK_S = 0.02
+INSTALL_S = 200.0
+NOTE = Path(__file__).resolve().parents[2] / ".venv" / ".browser-deps"
+"""What `tools/browser_deps.sh` has to say when there is no browser; beside it, its lock."""
+LOCK = NOTE.with_name(NOTE.name + ".lock")
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome")
 APPLICATIONS = (
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
@@ -83,9 +88,30 @@ def find_chromium() -> str | None:
 
 def why_not() -> str:
     """Why there is no browser, for a skipped test."""
-    note = Path(__file__).resolve().parents[2] / ".venv" / ".browser-deps"
-    told = note.read_text().strip() if note.is_file() else ""
+    told = NOTE.read_text().strip() if NOTE.is_file() else ""
     return f"no Chromium or Chrome found; {told or 'make browser-deps installs one as root on Debian'}"
+
+
+def installed(*, timeout_s: float = INSTALL_S) -> bool:
+    """Whether `tools/browser_deps.sh` is done, which `make test` runs beside the first tests; waits for it.
+
+    While it runs a browser may be there in part, so nobody is to look for one before.
+    """
+    try:
+        lock = LOCK.open("rb")
+    except OSError:  # it never ran
+        return True
+    deadline = time.monotonic() + timeout_s
+    with lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(LOOK_S)
+            else:
+                return True
 
 
 class Browser:
@@ -305,4 +331,4 @@ def browser(program: str) -> Iterator[Browser]:
             running.close()
 
 
-__all__: Sequence[str] = ["Browser", "BrowserError", "Page", "browser", "find_chromium", "why_not"]
+__all__: Sequence[str] = ["Browser", "BrowserError", "Page", "browser", "find_chromium", "installed", "why_not"]
