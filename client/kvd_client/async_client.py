@@ -76,9 +76,7 @@ class AsyncGenerateStream:
                 transport = self._transport
                 assert transport is not None
                 try:
-                    message = transport.take(self._id)
-                    if message is None:
-                        message = await transport.next_message(self._id, self._client.timeout_s)
+                    message = await transport.next_message(self._id, self._client.timeout_s)
                     if told.is_broken:
                         told.look(message)
                 except KvdClientError as error:
@@ -86,12 +84,18 @@ class AsyncGenerateStream:
                         raise
                     yield await self._resume(told, transport, error)
                     continue
-                if isinstance(message, StreamReceived):
+                waiting = transport.waiting(self._id)
+                while isinstance(message, StreamReceived):
                     event = told.take(message.event)
                     if event is not None:
                         if event.type == "first_token":
                             progress.first_token()
                         yield event
+                        if self._has_ended():
+                            return
+                    if not waiting:
+                        break
+                    message = waiting.popleft()  # what came with it takes no waiting
                 else:
                     self._done = True
                     transport.forget(self._id)

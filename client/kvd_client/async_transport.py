@@ -139,15 +139,10 @@ class AsyncTransport(asyncio.Protocol):
         """Nobody waits for the call any more: its messages are dropped when they come."""
         self._inboxes.pop(request_id, None)
 
-    def take(self, request_id: int) -> Message | None:
-        """The call's next message if it is there."""
+    def waiting(self, request_id: int) -> deque[Message]:
+        """The call's messages that nobody has taken, to be taken from the left; not where reading may be held up."""
         inbox = self._inboxes.get(request_id)
-        if inbox is None or not inbox.messages:
-            return None
-        message = inbox.messages.popleft()
-        if self._is_held_up:
-            self._hold_up(inbox)
-        return message
+        return deque() if inbox is None else inbox.messages
 
     async def next_message(self, request_id: int, timeout_s: float | None) -> Message:
         """The call's next stream event or its response, waiting for it.

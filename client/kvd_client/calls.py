@@ -347,9 +347,13 @@ def _limits(result: object, _ttft_s: float | None) -> Limits:
     return build(Limits, result, **names)
 
 
+_HEALTH = _call("health", _reader(Health))
+"""It has no parameters, and is asked for often."""
+
+
 def health() -> Call[Health]:
     """`health`."""
-    return _call("health", _reader(Health))
+    return _HEALTH
 
 
 def mapping(method: str) -> Call[dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from kvd_client.calls import Call
 from kvd_client.errors import Busy, ConnectionLost, DaemonUnreachable, Draining, KvdClientError, NotReady, remote_error
-from kvd_client.stream import Reconnected, StreamEvent, parse_event
+from kvd_client.stream import Reconnected, StreamEvent, parse_event, text_event
 from kvd_client.wire import ResponseReceived, StreamReceived
 
 T = TypeVar("T")
@@ -61,6 +61,7 @@ class Told(Generic[T]):
         self._tokens: list[int] = []
         self._key: str | None = None
         self._once: set[str] = set()
+        self._text_told = 0
         self._told: dict[str, int] = {}  # characters, or events, of each kind that were passed on
         self._to_skip: dict[str, int] = {}
         self._broke_s: float | None = None
@@ -83,9 +84,9 @@ class Told(Generic[T]):
         if not self._resume_s:
             return parse_event(event)
         kind = event.get("type")
-        if kind == "text" and not self._to_skip:  # nearly all of them
-            self._told["text"] = self._told.get("text", 0) + len(str(event.get("text")))
-            return parse_event(event)
+        if kind == "text" and not self._to_skip and type(text := event.get("text")) is str:  # nearly all of them
+            self._text_told += len(text)
+            return text_event(text)
         if kind == "tokens":
             self._tokens += [token for token in event.get("ids", ()) if type(token) is int]
             return None
@@ -144,6 +145,8 @@ class Told(Generic[T]):
     def sent_again(self) -> Reconnected:
         """The call was sent over a new connection: what was told is skipped from here on."""
         self.reconnects += 1
+        self._told["text"] = self._told.get("text", 0) + self._text_told
+        self._text_told = 0
         self._to_skip = {kind: count for kind, count in self._told.items() if count}
         waited_s = 0.0 if self._broke_s is None else self._clock() - self._broke_s
         return Reconnected(len(self._tokens), waited_s)

@@ -98,6 +98,16 @@ class Text:
     text: str
 
 
+_new_object, _set_text = object.__new__, Text.__dict__["text"].__set__
+
+
+def text_event(text: str) -> Text:
+    """`Text(text)`, in half the time: there is one for each token."""
+    made = _new_object(Text)
+    _set_text(made, text)
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """Log-probabilities of tokens whose text has all come, in their order; only where a call asked for them."""
@@ -182,7 +192,7 @@ def parse_event(event: Mapping[str, object]) -> StreamEvent:
     """The typed form of a stream event; never raises."""
     name = event.get("type")
     if name == "text" and type(text := event.get("text")) is str:  # nearly all of them
-        return Text(text)
+        return text_event(text)
     if name == ToolCall.type:
         return ToolCall({key: value for key, value in event.items() if key != "type"})
     if name == Logprobs.type:

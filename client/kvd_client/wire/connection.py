@@ -42,6 +42,7 @@ class Connection:
         self._limits = limits
         self._framer = Framer(limits)
         self._quick: Quick | None = None
+        self._spent: Quick | None = None
         self._may_be_quick = is_within(limits)
         self._incoming: set[int] = set()
         self._outgoing: set[int] = set()
@@ -94,10 +95,12 @@ class Connection:
                 elif (message := quick.next_message()) is not None:
                     event = self._interpret(message, True)
                 else:
-                    self._framer.skip(quick.taken_bytes)
                     # what was beyond its bytes has its own turn, unless one message alone is larger than that
                     goes_on = quick.is_cut and quick.taken_bytes > 0
-                    self._quick = quick = None  # so that no traceback keeps its buffer alive
+                    self._leave(quick)
+                    quick = None
+                    if not self._framer.buffered_bytes:
+                        return None
                     if goes_on:
                         quick = self._quick = self._new_quick()
                     continue
@@ -115,16 +118,27 @@ class Connection:
             if quick is None:
                 break
             events += quick.text_events(self._outgoing)
-            if not (quick.has_run_out and quick.is_cut and quick.taken_bytes):
+            if not ((quick.has_run_out or quick.is_spent) and quick.is_cut and quick.taken_bytes):
                 break
-            self._framer.skip(quick.taken_bytes)
-            self._quick = None
+            self._leave(quick)
         return events
 
     def _new_quick(self) -> Quick | None:
         """A quick reader of what is buffered; None where the scanner has begun a message already."""
         data = self._framer.unread if self._may_be_quick else None
-        return None if data is None else Quick(data)
+        if data is None:
+            return None
+        spent, self._spent = self._spent, None
+        if spent is None:
+            return Quick(data)
+        spent.fill(data)
+        return spent
+
+    def _leave(self, quick: Quick) -> None:
+        """A quick reader has read what it could; it is kept for the next bytes if nothing is left in it."""
+        self._framer.skip(quick.taken_bytes)
+        self._quick = None
+        self._spent = quick if quick.is_spent else None
 
     def _fail(self, error: ProtocolError) -> None:
         self._broken = error

@@ -1,4 +1,7 @@
-"""What a connection hears: past facts, frozen. Params and results are plain msgpack values."""
+"""What a connection hears: past facts, frozen. Params and results are plain msgpack values.
+
+Those there are many of are tuples, which take a third of the time to make that frozen dataclasses do.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from typing import NamedTuple
 from kvd_client.wire.codes import ErrorObject
 
 
-@dataclass(frozen=True, slots=True)
-class RequestReceived:
+class RequestReceived(NamedTuple):
     """`[0, id, method, [params]]`. The id is in flight until `send_response` or `send_error`."""
 
     request_id: int
@@ -29,8 +31,7 @@ class RequestRefused:
     error: ErrorObject
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseReceived:
+class ResponseReceived(NamedTuple):
     """`[1, id, error, result]` to a request of ours; exactly one of `error` and `result` counts."""
 
     request_id: int
@@ -39,10 +40,7 @@ class ResponseReceived:
 
 
 class StreamReceived(NamedTuple):
-    """`[2, "stream", [id, event]]` for a request of ours that is still in flight.
-
-    A tuple, since there is one for each token and a frozen dataclass takes three times as long to make.
-    """
+    """`[2, "stream", [id, event]]` for a request of ours that is still in flight."""
 
     request_id: int
     event: Mapping[str, object]

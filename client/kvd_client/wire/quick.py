@@ -36,7 +36,7 @@ def is_within(limits: WireLimits) -> bool:
 
 
 class Quick:
-    """A reader of the bytes that were buffered when it was made. Owner: one `Connection`.
+    """A reader of the bytes that were buffered when it was made, or filled again. Owner: one `Connection`.
 
     Args:
         data: whole messages, the last one perhaps cut off; only the first `QUICK_BYTES` are read.
@@ -48,15 +48,11 @@ class Quick:
     """
 
     def __init__(self, data: bytes | bytearray) -> None:
-        self.taken_bytes = 0
-        self.is_cut = len(data) > QUICK_BYTES
-        if self.is_cut:
-            data = data[:QUICK_BYTES]
         self._unpacker = msgpack.Unpacker(
             raw=False,
             strict_map_key=True,
             unicode_errors="strict",
-            read_size=max(1, len(data)),  # of its buffer: no larger than what is fed
+            read_size=min(max(1, len(data)), QUICK_BYTES),  # of its buffer: no larger than what is fed
             max_buffer_size=QUICK_BYTES,
             max_str_len=QUICK_BYTES,
             max_bin_len=QUICK_BYTES,
@@ -64,10 +60,25 @@ class Quick:
             max_map_len=_MAX_CHILDREN,
             max_ext_len=0,
         )
-        self._unpacker.feed(data)
-        self._left: list[Any] = []  # the one message that `text_events` decoded and left to `next_message`
-        self.has_run_out = False
         self._unpack, self._tell = self._unpacker.unpack, self._unpacker.tell
+        self._left: list[Any] = []  # the one message that `text_events` decoded and left to `next_message`
+        self.fill(data)
+
+    def fill(self, data: bytes | bytearray) -> None:
+        """Read these bytes next; only where `is_spent`, or for the first time."""
+        self.is_cut = len(data) > QUICK_BYTES
+        if self.is_cut:
+            data = data[:QUICK_BYTES]
+        self._before_bytes = self._tell()
+        self._unpacker.feed(data)
+        self._length_bytes = len(data)
+        self.taken_bytes = 0
+        self.has_run_out = False
+
+    @property
+    def is_spent(self) -> bool:
+        """All bytes were messages that were returned."""
+        return self.taken_bytes == self._length_bytes
 
     def text_events(self, in_flight: Set[int]) -> list[StreamReceived]:
         """The stream events of text that come next, for these requests: read in one go, since there may be many.
@@ -76,7 +87,8 @@ class Quick:
         """
         events: list[StreamReceived] = []
         unpack, tell, keep = self._unpack, self._tell, events.append
-        while not self._left and not self.has_run_out:
+        length_bytes, before_bytes = self._length_bytes, self._before_bytes
+        while not self._left and not self.has_run_out and self.taken_bytes < length_bytes:
             try:
                 message = unpack()
             except (ValueError, msgpack.UnpackException, RecursionError):  # not all there, or unusual
@@ -98,14 +110,14 @@ class Quick:
                 and type(event.get("text")) is str
             ):
                 keep(StreamReceived(request_id, event))
-                self.taken_bytes = tell()
+                self.taken_bytes = tell() - before_bytes
             else:
                 self._left.append(message)
         return events
 
     def next_message(self) -> list[Any] | None:
         """The next message if it is whole and usual; None: read on with the scanner, behind `taken_bytes`."""
-        if self.has_run_out:
+        if self.has_run_out or self.taken_bytes == self._length_bytes:
             return None
         try:
             message = self._left.pop() if self._left else self._unpack()
@@ -114,7 +126,7 @@ class Quick:
             return None
         if type(message) is not list or not (_is_event(message) or (3 <= len(message) <= 4 and _is_usual(message))):
             return None
-        self.taken_bytes = self._tell()
+        self.taken_bytes = self._tell() - self._before_bytes
         return message
 
 
@@ -132,6 +144,12 @@ def _is_event(message: list[Any]) -> bool:
 
 def _is_usual(message: list[Any]) -> bool:
     """Whether the scanner would let it pass: iterative, so that depth is bounded by what is counted."""
+    body = message[-1]
+    if type(body) is list and len(body) == 1:
+        body = body[0]
+    # a map of plain values, as nearly all are
+    if type(body) is dict and _TEXT.issuperset(map(type, body)) and _SCALARS.issuperset(map(type, body.values())):
+        return _SCALARS.issuperset(map(type, message[:-1])) and 2 * len(body) < _MAX_VALUES - 8
     level: list[Any] = [message]
     count = 0
     for _ in range(_MAX_DEPTH):
