@@ -86,10 +86,15 @@ class AsyncTransport(asyncio.Protocol):
         """Hand out what the bytes say."""
         try:
             self._wire.feed(data)
+            inbox, of = None, -1
             for said in self._wire.text_events():
-                inbox = self._inboxes.get(said.request_id)
+                if said[0] != of:
+                    of = said[0]
+                    inbox = self._inboxes.get(of)
+                    if inbox is not None:
+                        inbox.wake()  # whoever waits goes on after this, when all is in
                 if inbox is not None:
-                    inbox.put(said)
+                    inbox.messages.append(said)
             while (event := self._wire.next_event()) is not None:
                 if isinstance(event, _OF_CALLS):
                     inbox = self._inboxes.get(event.request_id)
