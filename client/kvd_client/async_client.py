@@ -77,13 +77,18 @@ class AsyncGenerateStream:
                 assert transport is not None
                 try:
                     message = await transport.next_message(self._id, self._client.timeout_s)
-                    if told.is_broken:
-                        told.look(message)
+                    if told.is_broken or not isinstance(message, StreamReceived):
+                        told.look(message, is_wanted=not self._is_cancelled)
                 except KvdClientError as error:
                     if transport.is_closed_here or self._has_ended():
                         raise
                     yield await self._resume(told, transport, error)
                     continue
+                if not isinstance(message, StreamReceived):
+                    self._done = True
+                    transport.forget(self._id)
+                    self._result = progress.result(message)
+                    return
                 waiting = transport.waiting(self._id)
                 while isinstance(message, StreamReceived):
                     event = told.take(message.event)
@@ -93,13 +98,9 @@ class AsyncGenerateStream:
                         yield event
                         if self._has_ended():
                             return
-                    if not waiting:
+                    if not waiting or not isinstance(waiting[0], StreamReceived):
                         break
                     message = waiting.popleft()  # what came with it takes no waiting
-                else:
-                    self._done = True
-                    transport.forget(self._id)
-                    self._result = progress.result(message)
         finally:
             self.close()
 

@@ -70,8 +70,8 @@ class GenerateStream:
                 transport, request_id = self._at
                 try:
                     message = transport.next_message(request_id, self._client.timeout_s)
-                    if self._told.is_broken:
-                        self._told.look(message)
+                    if self._told.is_broken or not isinstance(message, StreamReceived):
+                        self._told.look(message, is_wanted=not self._left.is_set())
                 except KvdClientError as error:
                     if transport.is_closed_here or not self._open:
                         raise

@@ -19,7 +19,16 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from kvd_client.calls import Call
-from kvd_client.errors import Busy, ConnectionLost, DaemonUnreachable, Draining, KvdClientError, NotReady, remote_error
+from kvd_client.errors import (
+    Busy,
+    Cancelled,
+    ConnectionLost,
+    DaemonUnreachable,
+    Draining,
+    KvdClientError,
+    NotReady,
+    remote_error,
+)
 from kvd_client.stream import Reconnected, StreamEvent, parse_event, text_event
 from kvd_client.wire import ResponseReceived, StreamReceived
 
@@ -36,7 +45,8 @@ LONGEST_WAIT_S = 1.0
 
 _ONCE = frozenset({"matched", "first_token", "usage", "durable"})
 _TEXTS = frozenset({"text", "reasoning"})
-_CAN_HEAL = (DaemonUnreachable, NotReady, Draining, Busy)
+_CAN_HEAL = (DaemonUnreachable, NotReady, Draining, Busy, Cancelled)
+_BREAKS = (ConnectionLost, Cancelled)
 _COME_AGAIN = frozenset(kind.wire_name for kind in (NotReady, Draining, Busy))
 
 
@@ -128,7 +138,7 @@ class Told(Generic[T]):
         now_s = self._clock()
         if not self._resume_s or not isinstance(error, _CAN_HEAL):
             raise error
-        if isinstance(error, ConnectionLost):
+        if isinstance(error, _BREAKS):
             self._breaks = 1 if len(self._tokens) > self._tokens_at_break else self._breaks + 1
             self._tokens_at_break = len(self._tokens)
         if self._broke_s is None or self._cause is None:
@@ -156,14 +166,22 @@ class Told(Generic[T]):
         """The daemon has said nothing since the break."""
         return self._broke_s is not None
 
-    def look(self, message: StreamReceived | ResponseReceived) -> None:
-        """The daemon says something again: the break is over.
+    def look(self, message: StreamReceived | ResponseReceived, *, is_wanted: bool) -> None:
+        """The daemon says something, after a break perhaps, which is over then.
+
+        Args:
+            message: what it says.
+            is_wanted: the caller has not cancelled the call.
 
         Raises:
-            NotReady, Draining, Busy: it says that it cannot go on yet.
+            NotReady, Draining, Busy: behind a break, it cannot go on yet.
+            Cancelled: nobody but a daemon that goes down has cancelled the call: that is a break.
         """
-        if isinstance(message, ResponseReceived) and message.error is not None and message.error.name in _COME_AGAIN:
-            raise remote_error(message.error)
+        if isinstance(message, ResponseReceived) and message.error is not None:
+            name = message.error.name
+            goes_down = name == Cancelled.wire_name and is_wanted and self._call.params.get("timeout_s") is None
+            if (goes_down and self._resume_s) or (self.is_broken and name in _COME_AGAIN):
+                raise remote_error(message.error)
         self._broke_s = None
 
 

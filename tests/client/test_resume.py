@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd_client import calls
-from kvd_client.errors import Busy, CallTimeout, ConnectionLost, DaemonUnreachable, NotReady, NotResumable, local_error
+from kvd_client.errors import (
+    Busy,
+    CallTimeout,
+    Cancelled,
+    ConnectionLost,
+    DaemonUnreachable,
+    NotReady,
+    NotResumable,
+    local_error,
+)
 from kvd_client.resume import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_BREAKS, Told
 from kvd_client.stream import Text
 from kvd_client.wire import ErrorObject, ResponseReceived
@@ -186,8 +195,19 @@ def test_a_daemon_that_cannot_go_on_yet_is_asked_again() -> None:
     memory.broke(lost())
     for name, kind in (("not_ready", NotReady), ("busy", Busy)):
         with pytest.raises(kind) as raised:
-            memory.look(ResponseReceived(1, ErrorObject.of(name, "later"), None))
+            memory.look(ResponseReceived(1, ErrorObject.of(name, "later"), None), is_wanted=True)
         assert memory.is_broken
         memory.broke(raised.value)
-    memory.look(ResponseReceived(1, None, {}))
+    memory.look(ResponseReceived(1, None, {}), is_wanted=True)
     assert not memory.is_broken
+
+
+def test_a_daemon_that_goes_down_breaks_its_streams() -> None:
+    """A call that nobody here cancelled was cancelled by a daemon that stops: the next one goes on with it."""
+    cancelled = ResponseReceived(1, ErrorObject.of("cancelled", "the daemon is stopping"), None)
+    memory = told()
+    with pytest.raises(Cancelled) as raised:
+        memory.look(cancelled, is_wanted=True)
+    assert memory.broke(raised.value) == 0.0
+    for memory, is_wanted in ((told(), False), (told(timeout_s=1.0), True), (told(resume_s=0.0), True)):
+        memory.look(cancelled, is_wanted=is_wanted)  # an answer like any other

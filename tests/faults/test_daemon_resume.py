@@ -28,13 +28,14 @@ MAX_TOKENS = 250
 BREAK_AT = 9
 """Text events before the break."""
 
+OPTIONS = ("--sharing", "agent", "--drain-grace", "0")
 SEEDED = {"temperature": 0.8, "seed": 11}
 
 
 @pytest.fixture(scope="module")
 def daemon(tiny_model_dir: Path, zygote: Zygote | None) -> Iterator[Daemon]:
     """One daemon, killed now and then. Agents share nothing: each computes what it says."""
-    with short_folder() as folder, Daemon(folder, tiny_model_dir, ("--sharing", "agent"), zygote=zygote) as running:
+    with short_folder() as folder, Daemon(folder, tiny_model_dir, OPTIONS, zygote=zygote) as running:
         yield running
 
 
@@ -43,6 +44,16 @@ def restart(daemon: Daemon) -> Callable[[GenerateStream], None]:
 
     def act(stream: GenerateStream) -> None:
         daemon.kill()
+        daemon.start()
+
+    return act
+
+
+def stop(daemon: Daemon) -> Callable[[GenerateStream], None]:
+    """Break a stream by a daemon that is stopped, and gives nobody time to end."""
+
+    def act(stream: GenerateStream) -> None:
+        assert daemon.terminate() == 0
         daemon.start()
 
     return act
@@ -71,8 +82,8 @@ def text_of(events: list[StreamEvent]) -> str:
 @pytest.mark.leaks("behind a restart the daemon's own client has another connection")
 @pytest.mark.parametrize(
     ("how", "options"),
-    [("kill", {}), ("kill", {"logprobs": 1, **SEEDED}), ("connection", {}), ("connection", SEEDED)],
-    ids=["kill-greedy", "kill-logprobs", "connection-greedy", "connection-seeded"],
+    [("kill", {}), ("kill", {"logprobs": 1, **SEEDED}), ("connection", {}), ("stop", SEEDED)],
+    ids=["kill-greedy", "kill-logprobs", "connection-greedy", "stop-seeded"],
 )
 def test_a_stream_goes_on_at_the_exact_token(daemon: Daemon, how: str, options: dict[str, Any]) -> None:
     """P2, P14: the same text as undisturbed, in events none of which comes twice; what was told before is said."""
@@ -83,7 +94,8 @@ def test_a_stream_goes_on_at_the_exact_token(daemon: Daemon, how: str, options: 
         twin = daemon.client.generate(f"{name}-twin", start + first.text, max_tokens=MAX_TOKENS, **options)
         assert daemon.client.generate(name, start, max_tokens=3).text == first.text
         stream = client.generate_stream(name, start + first.text, max_tokens=MAX_TOKENS, **options)
-        events, result = read(stream, restart(daemon) if how == "kill" else cut_off)
+        acts = {"kill": restart(daemon), "connection": cut_off, "stop": stop(daemon)}
+        events, result = read(stream, acts[how])
         (broken,) = [event for event in events if isinstance(event, Reconnected)]
         assert 0 < broken.tokens < MAX_TOKENS
         assert result.text == twin.text == text_of(events)
