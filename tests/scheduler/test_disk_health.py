@@ -51,7 +51,7 @@ def test_a_full_quota_refuses_and_a_long_wait_is_slow() -> None:
 def test_a_disk_that_refuses_shows_in_health_until_it_heals(make_world: Callable[..., World], code: int) -> None:
     """P2 P38: the turn is served from RAM, health names the reason, one line says so; nobody need do anything after."""
     world = make_world()
-    assert disk_facts(world.core) == {"swap": "on", "disk": "ok", "disk_reason": None}
+    assert disk_facts(world.core) == {"swap": "on", "disk": "ok", "disk_reason": None, "disk_quotas_full": []}
     world.refuse_writes(code)
     outcome = world.generate("a", text_of(30))
     assert not outcome.turn.durable
