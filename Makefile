@@ -57,6 +57,7 @@ browser-deps-begin: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long
+	KVD_TEST_EXAMPLES=search $(BIN)/python -m pytest tests/property
 
 torture: $(STAMP)
 	$(BIN)/python -m tests.torture --kills 200 --flips 1000 --races 20
