@@ -109,6 +109,7 @@ class SpaceUse:
         pinned: the user pinned the space.
         unpinned_pages: of a pinned space, pages that it needs and its pin does not hold (`kvd.vm.pins`).
         passing: nobody is expected to come back to it.
+        pin_changes: how often what its pin holds changed.
         evict_wanted: the user asked to evict it and nothing has used it since.
         hint: `queued` or `hint` while it is to be loaded ahead for a turn; None when it is not, or since it ran.
         predicted: how soon it is expected to run, 0 the soonest; None when it is not expected.
@@ -130,6 +131,7 @@ class SpaceUse:
     active: bool = False
     pinned: bool = False
     unpinned_pages: set[PageId] = field(default_factory=set)
+    pin_changes: int = 0
     passing: bool = False
     evict_wanted: bool = False
     hint: PrefetchReason | None = None

@@ -202,7 +202,7 @@ class Pager:
     def map_version(self, space: SpaceId) -> Hashable:
         """Differs from an earlier one when `page_codes` of the space may."""
         use = self._space(space).use
-        return use.changed_at, self._space(space).tokens, use.pinned, len(use.unpinned_pages)
+        return use.changed_at, self._space(space).tokens, use.pinned, use.pin_changes
 
     def page_codes(self, space: SpaceId) -> tuple[bytes, ...]:
         """What each page of the space is, by code (`kvd.vm.codes`), per cache group."""

@@ -91,6 +91,7 @@ class Pins:
             rooms_bytes[space.namespace] = own_bytes
             self.unpinned_bytes += sum(page.page_bytes for page in unpinned.values())
             before, space.use.unpinned_pages = space.use.unpinned_pages, set(unpinned)
+            space.use.pin_changes += before != unpinned.keys()
             if unpinned.keys() - before:
                 self._on_let_go(space.space)
             if before - unpinned.keys():
