@@ -14,6 +14,7 @@ from kvd_client.paths import start_command
 from kvd_client.transport import Failure, Message, check_owner, encode_request
 from kvd_client.wire import Connection, ErrorNotified, ProtocolError, ResponseReceived, StreamReceived
 
+_READ_BYTES = 1 << 16
 _OF_CALLS = (StreamReceived, ResponseReceived)
 
 
@@ -56,7 +57,7 @@ class _Inbox:
             self._waiter.set_result(is_there)
 
 
-class AsyncTransport(asyncio.Protocol):
+class AsyncTransport(asyncio.BufferedProtocol):
     """A connection and the calls in flight on it. Owner: `AsyncClient`; to be used on its event loop only.
 
     Attributes:
@@ -74,6 +75,7 @@ class AsyncTransport(asyncio.Protocol):
         self._closed = asyncio.get_running_loop().create_future()
         self.most_waiting: int | None = None
         self._is_held_up = False
+        self._received = memoryview(bytearray(_READ_BYTES))
 
     # ---- asyncio calls these ----
 
@@ -82,8 +84,16 @@ class AsyncTransport(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._socket = transport
 
-    def data_received(self, data: bytes) -> None:
-        """Hand out what the bytes say."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: a buffer for each read costs more than reading a small message."""
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many came."""
+        self._data_received(self._received[:nbytes])
+
+    def _data_received(self, data: memoryview) -> None:
+        """Hand out what the bytes say; they are copied."""
         try:
             self._wire.feed(data)
             inbox, of = None, -1

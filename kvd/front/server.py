@@ -22,6 +22,8 @@ from kvd.front.listen import Listener, listen
 from kvd.front.peer import PeerCredentials, peer_credentials
 from kvd.front.session import Log, Session
 
+READ_BYTES = 1 << 18
+
 
 @dataclass(frozen=True, slots=True)
 class FrontStatistics:
@@ -79,6 +81,7 @@ class RpcServer:
         self.log: Log = logger if logger is not None else structlog.get_logger("kvd.front")
         self.is_closing = False
         self.held_bytes = 0
+        self.received = memoryview(bytearray(READ_BYTES))
         self._path = None if socket_path is None else Path(socket_path)
         self._inherited = sock
         self._on_connections_changed = on_connections_changed

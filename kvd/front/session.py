@@ -59,6 +59,8 @@ class Host(Protocol):
     is_closing: bool
     held_bytes: int
     """Of all sessions; each adds and takes off its own."""
+    received: memoryview
+    """Where bytes are read to: one place for all, since a buffer for each read costs more than a small message."""
 
     def admit(self, session: Session, connection: socket.socket) -> PeerInfo:
         """Register a session. Raises PeerRefused or Busy."""
@@ -135,7 +137,7 @@ class Call:
                 self._session.log.error("cancel_callback_failed", method=self.request.method, exc_info=True)
 
 
-class Session(asyncio.Protocol):
+class Session(asyncio.BufferedProtocol):
     """One connection. Owner: the event loop; made by `RpcServer` only."""
 
     def __init__(self, host: Host) -> None:
@@ -171,8 +173,15 @@ class Session(asyncio.Protocol):
         except KvdError as error:
             self.end(to_error_object(error))
 
-    def data_received(self, data: bytes) -> None:
-        """Handle every message that is complete now."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go, of whichever session: they are taken over before the next ones are read."""
+        return self._host.received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many came: handle every message that is complete now."""
+        self._data_received(self._host.received[:nbytes])
+
+    def _data_received(self, data: memoryview) -> None:
         if self._is_ending:
             return
         self._wire.feed(data)
