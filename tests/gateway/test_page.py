@@ -290,7 +290,8 @@ def test_one_subscription_serves_all_viewers(monitored: MonitoredDaemon) -> None
     with gateway(monitored.path, ping_s=0.02) as served:  # type: ignore[attr-defined]
         with watching(served) as one, watching(served) as other:
             assert names(one.next()) == names(other.next())
-            assert sum(method == "events.subscribe" for method, _ in monitored.calls) == 1
+            subscribed = lambda: [method for method, _ in monitored.calls if method == "events.subscribe"]  # noqa: E731
+            eventually(subscribed, "the daemon is asked for its events")
             assert b"kvd_gateway_page_viewers 2.0" in served.ask("GET", "/metrics").body
             places = MAX_VIEWERS - 2
 
@@ -306,6 +307,7 @@ def test_one_subscription_serves_all_viewers(monitored: MonitoredDaemon) -> None
             assert served.ask("GET", "/monitor").status == 429
             served.run(give())
             assert served.ask("GET", "/monitor").status == 200
+            assert len(subscribed()) == 1
         eventually(lambda: served.gateway.watch.viewers == 0, "both have left")
 
 
