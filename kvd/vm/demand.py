@@ -156,5 +156,7 @@ class Demand:
                 if not self._budget.can_load(page.page_bytes):
                     return
                 self._transfers.load(page)
-                self._transfers.ledger.loaded(page, reason)
+                # whoever holds it and has lost a page before it demands nothing: then it comes in for both
+                if not page.held:
+                    self._transfers.ledger.loaded(page, reason)
         self._expected.looked()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.ids import SpaceId
+from kvd.ids import GroupId, SpaceId
 from kvd.vm import events as ev
 from kvd.vm.errors import IllegalEvent
 from kvd.vm.prefetch import PrefetchFigures
@@ -194,3 +194,23 @@ def test_what_went_on_the_users_wish_or_was_never_in_ram_is_no_refault() -> None
     desk.turn(A, 0)
     figures = desk.pager.paging
     assert (figures.demanded, figures.faults, figures.refaults) == (2, 2, 0)
+
+
+def test_a_page_that_somebody_holds_is_not_loaded_ahead() -> None:
+    """P30: A lost its first page and so demands nothing; the second comes in for B, whose window is past the first."""
+    desk = Desk(20, windows=(6,))
+    desk.create(A)
+    desk.turn(A, 2 * P)
+    desk.send(ev.Forked(A, B, 2 * P))
+    desk.turn(B, P + 1)
+    first = desk.pager.page(A, GroupId(0), 0).ref.page_id
+    for space in (A, B):
+        desk.send(ev.EvictionWanted(space))
+    desk.settle()
+    desk.send(ev.FilesGone((first,)))
+    desk.send(ev.Activated(A))
+    assert desk.loads == []
+    desk.send(ev.PrefetchHinted(B, "queued"))
+    desk.settle()
+    assert desk.pager.residency(B).stored_pages == 0
+    assert desk.pager.statistics().prefetched["queued"].pages == 2, "the one that A holds is no guess"
