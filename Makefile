@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    install into .venv and show an agent's context surviving kill -9"
-	@echo "make test    everything CI runs"
+	@echo "make test    everything CI runs; as root on Debian it installs Chromium by apt (browser-deps)"
 	@echo "make test-long  the tests that take minutes"
 	@echo "make torture kill -9 by the hundred under load, flipped bits by the thousand; about half an hour"
 	@echo "make check   format, lint, types, layers, documentation, file sizes"
@@ -53,6 +53,7 @@ browser-deps:
 	@sh tools/browser_deps.sh $(VENV)/.browser-deps
 
 browser-deps-begin: $(STAMP)
+	@echo "looking for a browser in the background; as root on Debian, Chromium is installed by apt"
 	@sh tools/browser_deps.sh $(VENV)/.browser-deps </dev/null >/dev/null 2>&1 &
 
 test-long: $(STAMP)

@@ -245,6 +245,7 @@ class Budget:
     def load_begins(self, page_bytes: int) -> None:
         """A page is on its way in."""
         self._loading[page_bytes] += 1
+        self.peak_total_bytes = max(self.peak_total_bytes, self.total_bytes)
 
     def load_ends(self, page_bytes: int) -> None:
         """It is there, or is not coming."""

@@ -60,6 +60,7 @@ def test_pages_that_come_in_take_their_frames_and_one_copy() -> None:
         budget.book(resident_bytes=100)
         budget.load_begins(100)
         assert (budget.resident_bytes, budget.in_flight_bytes) == (100 * number + 100, 100)
+    assert budget.peak_total_bytes == 900
     assert not budget.can_load(100)
     assert not budget.can_write(100), "the only copy that fits is taken"
     for _ in range(8):
