@@ -7,6 +7,11 @@ events are a list; it is bounded, and who missed some of it is told so.
 
 An agent's entry is encoded once, when it changes, however many look on.
 
+Viewers of one namespace are to learn nothing of others, and without keys everybody is a viewer. So what is told of the
+daemon as a whole is what stands on a list: figures that are sums (`FIGURES`), and of events that are nobody's the
+fields that name nobody (`DAEMON_EVENT_FIELDS`). A text of the daemon for whoever runs it, such as why a file of
+settings was refused, is on neither, and a figure or a field that comes to be is not until somebody has put it there.
+
 Text of prompts is in two fields of a divergence, `expected` and `found`. They are taken out here where viewers may not
 see them, so nothing behind this can leak them. May import siblings.
 """
@@ -35,8 +40,27 @@ budget disk draining eviction fault gap memory miss page_files_lost page_lost pr
 """
 SHOWN_EVENTS = frozenset(_SHOWN_EVENTS.split())
 """Events of the time line; those of turns are in the agents' histories."""
-PRIVATE_FIELDS = ("namespace_quotas",)
-"""Fields of events of the whole daemon that tell of other namespaces."""
+_OF_EVERY_EVENT = ("type", "seq", "time_s")
+DAEMON_EVENT_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "budget": ("budget_bytes",),
+    "disk": ("disk", "disk_reason"),
+    "draining": (),
+    "gap": ("lost", "reason"),
+    "memory": ("memory_pressure", "footprint_bytes", "limit_bytes"),
+    "page_files_lost": ("pages",),
+    "page_lost": ("pages", "fault"),
+    "reload": ("outcome", "settings"),
+}
+"""What viewers of one namespace see of events of the daemon as a whole, beside `_OF_EVERY_EVENT`."""
+_FIGURES = """
+time_s uptime_s budget_bytes usable_bytes resident_bytes in_flight_bytes frames swap_bytes disk_used_bytes quota_bytes
+bytes_read bytes_written evictions window_drops faults refaults prefetched_pages pages_written load_failures
+page_files_lost running queued preempted max_batch requests preemptions tokens_computed tokens_reused decode_rows turns
+prompt_tokens cached_tokens completion_tokens agents agents_asleep agents_untold subscribers thrashing refault_rate
+memory_pressure swap disk disk_reason
+"""
+FIGURES = tuple(_FIGURES.split())
+"""Figures of the daemon as a whole that every viewer sees."""
 _AGENT_FIELDS = """
 agent namespace state tokens computed_tokens pinned durable pages resident_pages swapped_pages lost_pages shared_pages
 behind_window_pages resident_bytes turns prompt_tokens cached_tokens generated_tokens branches
@@ -122,8 +146,10 @@ class Monitor:
         for agent in agents:
             self._agent(agent, version)
         self.tell(states=answer["states"], windows=answer["windows"], page_tokens=answer["page_tokens"])
-        if self._figures != answer["figures"]:
-            self._figures, self._figures_version = dict(answer["figures"]), version
+        told = answer["figures"]
+        figures = {name: told[name] for name in FIGURES if name in told}
+        if self._figures != figures:
+            self._figures, self._figures_version = figures, version
 
     def _agent(self, agent: Mapping[str, Any], version: int) -> None:
         key = _key(agent)
@@ -156,7 +182,10 @@ class Monitor:
             return
         if len(self._events) == MAX_EVENTS:
             self._events_lost = self._events[0].version
-        shown = {name: value for name, value in event.items() if name not in PRIVATE_FIELDS}
+        shown = dict(event)
+        if "namespace" not in event and not self.every_namespace:
+            seen = (*_OF_EVERY_EVENT, *DAEMON_EVENT_FIELDS.get(str(kind), ()))
+            shown = {name: event[name] for name in seen if name in event}
         self._events.append(_Entry(self._next(), event.get("namespace"), json_bytes(self._shown(shown))))
 
     def _turn(self, event: Mapping[str, Any]) -> None:
@@ -252,4 +281,4 @@ def _key(told: Mapping[str, Any]) -> Key:
     return told["namespace"], told["agent"]
 
 
-__all__ = ["MAX_EVENTS", "MAX_TURNS", "Key", "Monitor"]
+__all__ = ["DAEMON_EVENT_FIELDS", "FIGURES", "MAX_EVENTS", "MAX_TURNS", "SHOWN_EVENTS", "Key", "Monitor"]

@@ -319,6 +319,7 @@ class Monitor:
             "completion_tokens": stats.turns.completion_tokens,
             "agents": len(core.agents),
             "agents_asleep": len(core.agents.asleep),
+            "agents_untold": max(0, len(core.agents.asleep) - MAX_ASLEEP),
         }
 
 

@@ -58,6 +58,8 @@ class MonitoredDaemon(FakeService):
         self.wake = asyncio.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.figures: dict[str, Any] = dict.fromkeys(_FIGURES, 0) | {"budget_bytes": BUDGET_BYTES, "disk": "ok"}
+        self.figures["disk_quotas_full"] = list(namespaces)
+        self.figures["namespaces"] = {name: {"resident_bytes": 1, "quota_bytes": 2} for name in namespaces}
         self.agents: dict[tuple[str, str], dict[str, Any]] = {}
         self.changed: dict[tuple[str, str], int] = {}
         for number in range(agents):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvd.gateway import GatewayConfigError, GatewaySettings, KeyRing, read_key_file
-from kvd.gateway.monitor import MAX_EVENTS, MAX_TURNS, Monitor
+from kvd.gateway.monitor import FIGURES, MAX_EVENTS, MAX_TURNS, SHOWN_EVENTS, Monitor
 from kvd.gateway.page import POLICY, static_files
 from kvd.gateway.watch import MAX_VIEWERS
 from tests.front.service import serving
@@ -150,6 +150,11 @@ def test_an_installed_package_has_the_files() -> None:
     assert {"index.html", "page.css", "main.js"} <= set(static_files())
 
 
+def test_whoever_mends_a_file_can_read_it() -> None:
+    """No file of the page is longer than one of Python may be (tools/check_size.py)."""
+    assert {name for name, (data, _) in static_files().items() if data.count(b"\n") > 500} == set()
+
+
 # ---- who sees what --------------------------------------------------------------------------------------------------
 
 
@@ -160,11 +165,14 @@ def test_a_key_sees_its_namespace(monitored: MonitoredDaemon, tmp_path: Path) ->
         assert names(monitored_by[KEY]) == {"agent-000", "agent-002"}
         assert names(monitored_by[TEAM_KEY]) == {"agent-001", "agent-003"}
         with watching(served, x_api_key=KEY) as mine, watching(served, x_api_key=TEAM_KEY) as theirs:
-            assert mine.next()["figures"] == theirs.next()["figures"]
+            first = [mine.next(), theirs.next()]
+            mine_told, their_told = (picture["figures"] for picture in first)
+            assert mine_told | {"time_s": 0} == their_told | {"time_s": 0}, "the daemon may be asked between the two"
             monitored.do(lambda: monitored.turn("agent-001", 1, "extend", namespace="team"))
             monitored.do(lambda: monitored.say("fault", agent="agent-003", namespace="team", pages=7, bytes=1))
+            monitored.do(lambda: monitored.say("reload", outcome="refused", settings=["budget"], reason="of team"))
             monitored.do(lambda: monitored.say("budget", budget_bytes=5, namespace_quotas={"team": 3}))
-            seen = [mine.next()]
+            seen = [first[0], mine.next()]
             while not any(event["type"] == "budget" for picture in seen for event in picture.get("events", ())):
                 seen.append(mine.next())
             told = json.dumps(seen)
@@ -191,6 +199,24 @@ def test_a_key_that_is_taken_back_ends_its_stream(monitored: MonitoredDaemon, tm
         assert served.ask("GET", "/monitor", headers={"x-api-key": KEY}).status == 401
         theirs.ping()
         assert served.gateway.watch.viewers == 1
+
+
+@pytest.mark.parametrize("every_namespace", [False, True])
+def test_what_is_told_of_the_whole_daemon_names_nobody(every_namespace: bool) -> None:
+    """P19: of figures and of events that are nobody's only what is known to name nobody, whatever daemons tell."""
+    monitor = Monitor(show_text=True, every_namespace=every_namespace)
+    more = {"namespaces": {"team": {}}, "disk_quotas_full": ["team"], "new": "of team"}
+    monitor.answered(answer(full=True) | {"figures": dict.fromkeys(FIGURES, 1) | more})
+    for number, kind in enumerate(sorted(SHOWN_EVENTS)):
+        monitor.happened({"type": kind, "seq": number, "time_s": 1.5, "pages": 2, "new": "of team"})
+    monitor.happened({"type": "reload", "seq": 99, "time_s": 1.5, "outcome": "refused", "reason": "quota of team"})
+    monitor.happened({"type": "page_lost", "seq": 100, "time_s": 1.5, "namespace": "default", "reason": "own"})
+    told = pictured(monitor, None)
+    assert told["figures"] == dict.fromkeys(FIGURES, 1)
+    assert {event["type"] for event in told["events"]} == SHOWN_EVENTS
+    assert all(event["time_s"] == 1.5 and "seq" in event for event in told["events"])
+    assert ("team" in json.dumps(told)) is every_namespace
+    assert told["events"][-1]["reason"] == "own", "what is of an agent is its namespace's"
 
 
 @pytest.mark.parametrize("shown", [False, True])

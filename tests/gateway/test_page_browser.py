@@ -263,6 +263,7 @@ def test_a_key_is_asked_for_and_opens_one_namespace(chromium: Browser, tmp_path:
     path.write_text(f"{KEY} team\n")
     path.chmod(0o600)
     daemon = MonitoredDaemon(agents=4, namespaces=("default", "team"))
+    daemon.figures["agents_untold"] = 1234
     with made_up(daemon, keys=read_key_file(path)) as served, opened(chromium, served.url) as shown:
         asked = "document.getElementById('ask').open"
         for key in ("wrong" * 5, KEY):
@@ -274,6 +275,12 @@ def test_a_key_is_asked_for_and_opens_one_namespace(chromium: Browser, tmp_path:
         shown.until(LIVE, "the page is live")
         assert not shown.run(asked)
         assert shown.run("[...kvd.state.agents.values()].map(a => a.agent)") == ["agent-001", "agent-003"]
+        shown.until("kvd.state.figures.agents_untold", "the figures are there")
+        assert words(shown, "#agents-untold").startswith("1,234 more agents of the daemon, asleep")
+        assert shown.run("document.getElementById('agents-untold').hidden") is False
+        daemon.do(lambda: daemon.say("reload", outcome="refused", settings=[], reason="the quota of default"))
+        shown.until("document.querySelector('#time-list li')", "the event is listed")
+        assert words(shown, "#time-list li span") == "configuration refused: the daemon's log says why"
         assert not any(KEY in url for url in shown.requested())
         assert shown.run("[localStorage.length, sessionStorage.length]") == [0, 1]
         assert shown.call("Network.getCookies")["cookies"] == []

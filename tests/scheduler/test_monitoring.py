@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvd.gateway.monitor import FIGURES
 from kvd.ids import Namespace
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.monitoring import Monitor
+from kvd.scheduler.views import health_facts
 from kvd.vm.codes import BEHIND_WINDOW, PINNED, SHARED, STATE_BITS, STATES
 from kvd_client import MonitorPicture
 from kvd_client.monitor import BEHIND_WINDOW as CLIENT_BEHIND
@@ -166,7 +168,16 @@ def test_a_namespace_sees_its_agents_alone(world: World) -> None:
     assert look(world, seen["version"], "default")["gone"] == [["default", "a"]]
 
 
-def test_sleepers_are_shown_from_the_catalog(make_runner: Callable[..., Runner]) -> None:  # noqa: F811
+def test_a_figure_is_a_sum_or_known_to_name_namespaces(world: World) -> None:
+    """P19: the gateway shows everybody the figures of its list: a new one is put there, or named here."""
+    told = {*look(world)["figures"], *health_facts(world.core), "running", "queued", "preempted", "subscribers"}
+    assert told - {"namespaces", "disk_quotas_full"} == set(FIGURES)
+
+
+def test_sleepers_are_shown_from_the_catalog(
+    make_runner: Callable[..., Runner],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After a start nobody is woken for a look: all pages on disk, the open one in the log; awake, the same agent."""
     first = make_runner()
     first.turn("a", text_of(60), max_tokens=2).wait()
@@ -179,7 +190,10 @@ def test_sleepers_are_shown_from_the_catalog(make_runner: Callable[..., Runner])
     assert [asleep[name] for name in same] == [before[name] for name in same]
     assert (asleep["state"], asleep["resident_pages"], asleep["resident_bytes"]) == ("asleep", 0, 0)
     assert asleep["swapped_pages"] == asleep["pages"]
-    assert answer["figures"]["agents_asleep"] == 1
+    assert (answer["figures"]["agents_asleep"], answer["figures"]["agents_untold"]) == (1, 0)
+    with monkeypatch.context() as fewer:
+        fewer.setattr("kvd.scheduler.monitoring.MAX_ASLEEP", 0)
+        assert second.look(lambda core: core.monitor.look(core, None, None)).to_wire()["figures"]["agents_untold"] == 1
     second.turn("a", text_of(60), max_tokens=1).wait()
     (awake,) = second.look(lambda core: core.monitor.look(core, None, answer["version"])).to_wire()["agents"]
     assert awake["state"] == "idle"

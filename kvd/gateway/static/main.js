@@ -40,7 +40,10 @@ function picture(told) {
     total();
   }
   if (change.events) time.ask();
-  if (change.figures) figures.ask();
+  if (change.figures) {
+    figures.ask();
+    tellUntold();
+  }
   if (told.daemon) {
     element("model").textContent = [state.daemon.model, state.daemon.kv_format].filter(Boolean).join(", ");
     if (told.full) map.recolor(); // the names of states may be others
@@ -77,6 +80,13 @@ function total() {
     resident += agent.resident_pages;
   }
   element("map-count").textContent = `${plural(pages, "page")} of ${plural(state.agents.size, "agent")}, ${resident.toLocaleString("en")} in RAM`;
+}
+
+// figures are of the whole daemon, so a viewer of one namespace is told no more than that there are such
+function tellUntold() {
+  const untold = state.figures.agents_untold ?? 0;
+  element("agents-untold").hidden = untold === 0;
+  element("agents-untold").textContent = `${plural(untold, "more agent")} of the daemon, asleep since its start, in whatever namespace: not shown until used.`;
 }
 
 function tellLink() {

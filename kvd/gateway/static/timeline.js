@@ -174,7 +174,7 @@ export function tellEvent(event, state) {
     case "turn_preempted":
       return `${who}made way for an interactive request`;
     case "page_lost":
-      return `${who}${pages} lost: ${event.reason}`;
+      return `${who}${pages} lost: ${event.reason ?? event.fault}`;
     case "page_files_lost":
       return `${who}${plural(event.pages ?? 0, "page file")} gone or changed by others' doing`;
     case "disk":
@@ -184,7 +184,7 @@ export function tellEvent(event, state) {
     case "budget":
       return `budget is ${bytes(event.budget_bytes)}`;
     case "reload":
-      return `configuration ${event.outcome}${event.reason ? `: ${event.reason}` : ""}`;
+      return `configuration ${event.outcome}: ${event.reason ?? (event.outcome === "done" ? event.settings?.join(", ") : "the daemon's log says why")}`;
     case "draining":
       return "the daemon is going down";
     case "gap":
