@@ -3,7 +3,8 @@
 Theory of operation. A write, a record or a read that the disk (or the quota) refused makes it `refuses`, until one of
 the same kind succeeds: a disk that cannot be written may well be read. Pages and records that were refused are tried
 again by the engine, ever more rarely but at least twice a minute, so that state ends by itself when the disk heals. One
-that took longer than `SLOW_S` makes it `slow`, until one took less.
+that took longer than `SLOW_S` makes it `slow`, until one took less. The reason goes to everybody, so it says what kind
+of thing was refused, never whose.
 
 Owner: the engine thread; single values may be read by others. May import kvd.store.
 """
@@ -46,7 +47,9 @@ class DiskHealth:
                 return
         if isinstance(result.error, DiskFault | QuotaExceeded):
             self.episodes += not self._refused
-            self._refused[kind] = result.error.message
+            refused = result.error
+            why = f"{kind}: {refused.nameless}" if isinstance(refused, DiskFault) else refused.message
+            self._refused[kind] = why
         elif result.error is None:
             self._refused.pop(kind, None)
         self._slow = f"the last one took {result.seconds:.1f} s" if result.seconds > SLOW_S else ""
@@ -58,7 +61,7 @@ class DiskHealth:
 
     @property
     def reason(self) -> str | None:
-        """Why it is not `ok`."""
+        """Why it is not `ok`; names no agent and no namespace."""
         return "; ".join(tuple(self._refused.values())) or self._slow or None
 
     def facts(self) -> dict[str, object]:

@@ -39,15 +39,20 @@ from kvd.errors import CallerError, EnvironmentFault, InternalError
 
 
 class DiskFault(EnvironmentFault):
-    """A system call on the data folder failed. What was durable before is still durable."""
+    """A system call on the data folder failed. What was durable before is still durable.
+
+    Attributes:
+        nameless: the message without what was worked on, which may be anybody's agent.
+    """
 
     name = "disk"
 
     def __init__(self, doing: str, path: str, error: OSError) -> None:
         code = error.errno or 0
-        reason = os.strerror(code) if code else str(error)
+        reason, advice = os.strerror(code), "Check the disk that holds the data folder; it is retried."
+        self.nameless = f"{reason if code else 'it failed'}. {advice}"
         super().__init__(
-            f"{doing} failed: {reason}. Check the disk that holds the data folder; it is retried.",
+            f"{doing} failed: {reason if code else error}. {advice}",
             path=path,
             errno=code,
             errno_name=errno_names.errorcode.get(code, ""),

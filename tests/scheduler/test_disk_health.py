@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 
 import pytest
@@ -45,6 +46,17 @@ def test_a_full_quota_refuses_and_a_long_wait_is_slow() -> None:
     assert health.state == "slow"
     health.note(SwapResult(write, QuotaExceeded(used_bytes=9, wanted_bytes=2, quota_bytes=10, reserved_bytes=0), 0.1))
     assert health.state == "refuses"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, 0])
+def test_the_reason_says_why_and_not_whose(code: int) -> None:
+    """P19: health and events go to everybody: the record that failed is not said to be of somebody's agent."""
+    health = DiskHealth()
+    refused = DiskFault("Committing record 3 of agent 'secret'", "/data/secret", OSError(code, "secret"))
+    assert "secret" in refused.message
+    health.note(SwapResult(read_op(page_op("a")), refused, 0.1))
+    told = os.strerror(code) if code else "it failed"
+    assert health.reason == f"reads: {told}. Check the disk that holds the data folder; it is retried."
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
