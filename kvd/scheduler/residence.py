@@ -87,7 +87,7 @@ class Residence:
             )
             raise_if_stopped(self.state.stop)
             if patience.is_over(self.core) and not line.is_in(self.reservation):
-                raise no_room(self.core)
+                raise no_room(self.core, self.state.request.ref.namespace)
             if self.state.slot_wanted and not line.is_in(self.reservation):
                 line.leave(self.reservation)
                 yield from self._park()
@@ -171,6 +171,7 @@ class Residence:
         pager, space = self.core.pager, self._branch.space
         yield from until_room(
             self.core,
+            space,
             lambda: self.is_wanted or pager.is_ready(space) or pager.lost_at(space) is not None,
             self.state.stop,
             self.state.patience,

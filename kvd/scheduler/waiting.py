@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvd.errors import Busy, Cancelled
-from kvd.ids import SpaceId
+from kvd.ids import Namespace, SpaceId
 from kvd.vm.errors import NoRoomForCopy
 from kvd.vm.events import CutWanted, Event, RetryWanted
 from kvd.vm.pager import Pager
@@ -167,14 +167,19 @@ def until_ready(core: EngineCore, space: SpaceId, stop: Stop, patience: Patience
         Cancelled, Busy: as `until_room`.
     """
     pager = core.pager
-    yield from until_room(core, lambda: pager.is_ready(space) or pager.lost_at(space) is not None, stop, patience)
+    yield from until_room(
+        core, space, lambda: pager.is_ready(space) or pager.lost_at(space) is not None, stop, patience
+    )
 
 
-def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop, patience: Patience | None = None) -> Waiting:
+def until_room(
+    core: EngineCore, space: SpaceId, ready: Callable[[], bool], stop: Stop, patience: Patience | None = None
+) -> Waiting:
     """Wait for pages that the pager was told to bring in or to make room for.
 
     Args:
         core: the engine's parts.
+        space: whose pages.
         ready: what is waited for.
         stop: why the request is to end, if it is.
         patience: of the request; None: this wait has its own.
@@ -194,18 +199,25 @@ def until_room(core: EngineCore, ready: Callable[[], bool], stop: Stop, patience
     if ready():
         return
     raise_if_stopped(stop)
-    raise no_room(core)
+    raise no_room(core, core.owner(space)[0].namespace)
 
 
-def no_room(core: EngineCore) -> Busy:
-    """The error of a wait that came to nothing, with what memory is full of."""
+def no_room(core: EngineCore, namespace: Namespace) -> Busy:
+    """The error of a wait that came to nothing, with what memory is full of.
+
+    Args:
+        core: the engine's parts.
+        namespace: of the request, which is told of no other one's name.
+    """
     figures = core.pager.statistics()
     if core.pager.writes_fail:
         why = f"of what the disk has not taken yet; last failure: {core.memory.statistics.last_write_failure}"
     elif core.pager.writes_held:
         why = f"of pages that the write limit of {core.governor.limit_bytes} bytes a minute holds back"
     elif held := core.pager.quota_held_bytes:
-        why = f"of pages for which the disk quotas of {', '.join(map(repr, sorted(held)))} have no room"
+        own = f"the disk quota of namespace {namespace!r}" if namespace in held else ""
+        others = "disk quotas of other namespaces" if held.keys() - {namespace} else ""
+        why = f"of pages for which there is no room in {' and '.join(filter(None, (own, others)))}"
     else:
         why = "of pages that others hold"
     return Busy(
@@ -338,7 +350,7 @@ def hold_cut(core: EngineCore, branch: Branch, tokens: int, stop: Stop) -> Gener
     try:
         while True:
             core.memory.apply(CutWanted(space, wanted))
-            yield from until_room(core, partial(_can_cut, pager, space, wanted), stop, patience)
+            yield from until_room(core, space, partial(_can_cut, pager, space, wanted), stop, patience)
             kept = pager.resumable_at(space, wanted)
             if kept == wanted:
                 return kept, notes

@@ -9,6 +9,7 @@ import pytest
 from kvd.ids import Namespace
 from kvd.scheduler.limits import LimitChange, LimitSettings
 from kvd.scheduler.views import agent_info, health_facts, statistics
+from kvd.scheduler.waiting import no_room
 from kvd.store.errors import QuotaExceeded
 from kvd.store.swap_store import SwapStore
 from tests.scheduler.harness import World
@@ -108,6 +109,18 @@ def test_where_nothing_can_go_a_turn_says_why_and_others_are_served(world: World
     text = world.text("work/b")
     world.crash()
     assert world.text("work/b") == text
+
+
+def test_who_finds_memory_full_is_told_of_its_own_namespace_alone(world: World) -> None:
+    """P19: what others have no room for is said to be others', in no name."""
+    fill(world, ["work/a"])
+    world.job("pin", "work/a")
+    set_quota(world, used(world)["work"] + 1_000)
+    world.generate("work/b", f"work/b says: {text_of(60)}")
+    assert set(world.core.pager.quota_held_bytes) == {WORK}
+    own, others = (no_room(world.core, namespace).message for namespace in (WORK, PLAY))
+    assert own == "memory is full of pages for which there is no room in the disk quota of namespace 'work'"
+    assert others == "memory is full of pages for which there is no room in disk quotas of other namespaces"
 
 
 def test_a_smaller_quota_takes_at_once_what_is_over(world: World) -> None:
