@@ -12,6 +12,10 @@ daemon as a whole is what stands on a list: figures that are sums (`FIGURES`), a
 fields that name nobody (`DAEMON_EVENT_FIELDS`). A text of the daemon for whoever runs it, such as why a file of
 settings was refused, is on neither, and a figure or a field that comes to be is not until somebody has put it there.
 
+An agent's history is made of its events, and begins with the turn that its first entry names as its last, if that was
+before the events that the daemon remembers. Which of entry and events comes first is chance, so that turn is compared
+by its time with what is there and with what comes: where an event is not younger, the turn is among the events, too.
+
 Text of prompts is in two fields of a divergence, `expected` and `found`. They are taken out here where viewers may not
 see them, so nothing behind this can leak them. May import siblings.
 """
@@ -33,6 +37,8 @@ Key: TypeAlias = tuple[str, str]
 MAX_EVENTS = 600
 MAX_TURNS = 32
 """Turns of an agent whose matches are kept."""
+BEFORE_EVENTS = (-1, 0)
+"""Stands for run and request of a turn that was before the events; an agent's entry does not tell them."""
 MAX_HISTORIES = 4000
 MAX_GONE = 2000
 _SHOWN_EVENTS = """
@@ -153,15 +159,24 @@ class Monitor:
 
     def _agent(self, agent: Mapping[str, Any], version: int) -> None:
         key = _key(agent)
-        if self._agents_seen.get(key) == agent:
+        before = self._agents_seen.get(key)
+        if before == agent:
             return
         self._agents_seen[key] = agent
         data = json_bytes({name: agent.get(name) for name in AGENT_FIELDS})
         self._agents[key] = _Entry(version, key[0], data)
         turn = agent.get("last_turn")
-        if turn and key not in self._histories:  # it was before the events that the daemon remembers
-            history = self._histories[key] = _History(version)
-            history.turns[self._run, 0] = self._shown({**turn, "miss": turn.get("match") == "diverge"})
+        if turn and before is None:  # later ones are events
+            self._begin(key, turn, version)
+
+    def _begin(self, key: Key, turn: Mapping[str, Any], version: int) -> None:
+        """Put a turn before an agent's history, unless it is part of it."""
+        history = self._histories.setdefault(key, _History())
+        is_before = all(each["time_s"] > turn["time_s"] for each in history.turns.values())
+        if is_before and len(history.turns) < MAX_TURNS:
+            shown = self._shown({**turn, "miss": turn.get("match") == "diverge"})
+            history.turns = {BEFORE_EVENTS: shown} | history.turns
+            history.version = version
 
     def _forget(self, key: Key, version: int) -> None:
         if self._agents.pop(key, None) is not None:
@@ -199,9 +214,10 @@ class Monitor:
         request = event.get("request")
         if not isinstance(request, int):
             return
-        turn = history.turns.setdefault(
-            (self._run, request), {"time_s": event.get("time_s"), "match": None, "miss": False}
-        )
+        begun = history.turns.get(BEFORE_EVENTS)
+        if begun is not None and event["time_s"] <= begun["time_s"]:
+            del history.turns[BEFORE_EVENTS]
+        turn = history.turns.setdefault((self._run, request), {"time_s": event["time_s"], "match": None, "miss": False})
         if event["type"] == "turn_ended":
             turn |= {name: event.get(name) for name in ("outcome", "completion_tokens", "ttft_s")}
         else:

@@ -165,7 +165,8 @@ class Journal:
             figures.note(**numbers)
         if agent is not None:
             del facts["durable"]
-            agent.turns.last = {"time_s": round(time.time(), 3), "outcome": outcome, **facts, **numbers}
+            # as exact as the events' clock: whoever has both compares them, and this is not before the turn's own
+            agent.turns.last = {"time_s": round(time.time(), 6), "outcome": outcome, **facts, **numbers}
 
     # ---- pages ------------------------------------------------------------------------------------------------------
 

@@ -440,13 +440,14 @@ def test_events_and_histories_are_bounded() -> None:
     assert late["skipped"] is True
     assert pictured(monitor, monitor.version - 3)["skipped"] is False
     for request in range(MAX_TURNS + 5):
-        monitor.happened({"type": "hit", "request": request, "match": "extend", **who})
-        monitor.happened({"type": "turn_ended", "request": request, "outcome": "ok", **who})
+        turn = {"request": request, "time_s": request, **who}
+        monitor.happened({"type": "hit", "match": "extend", **turn})
+        monitor.happened({"type": "turn_ended", "outcome": "ok", **turn})
     turns = pictured(monitor, None)["histories"][0]["turns"]
     assert len(turns) == MAX_TURNS
     assert all(turn["outcome"] == "ok" and turn["match"] == "extend" for turn in turns)
     monitor.happened({"type": "gap", "reason": "restart", "lost": None})
-    monitor.happened({"type": "hit", "request": MAX_TURNS + 4, "match": "exact", **who})
+    monitor.happened({"type": "hit", "request": MAX_TURNS + 4, "match": "exact", "time_s": 99, **who})
     turns = pictured(monitor, None)["histories"][0]["turns"]
     assert [turn["match"] for turn in turns[-2:]] == ["extend", "exact"]  # the number is another run's
 
@@ -458,3 +459,23 @@ def test_the_last_turn_before_the_events_begins_a_history() -> None:
     monitor.answered(answer(agent("a", last_turn=last), full=True))
     assert pictured(monitor, None)["histories"][0]["turns"][0]["divergence"] == {"byte": 1}
     assert b"secret" not in monitor.since(None, "default")
+
+
+@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize(("last", "expected"), [(2, ["0", "1", "2"]), (-1, ["last", "0", "1", "2"])])
+def test_a_history_is_the_same_in_whatever_order_it_came(at: int, last: int, expected: list[str]) -> None:
+    """The entry may come before, between and after the remembered events, of which its last turn is one or is not."""
+    monitor, who = Monitor(show_text=True), {"agent": "a", "namespace": "default"}
+    events: list[dict[str, Any]] = []
+    for request in range(3):
+        turn = {"request": request, **who}
+        events.append({"type": "hit", "match": "extend", "match_reason": str(request), "time_s": request, **turn})
+        events.append({"type": "turn_ended", "outcome": "ok", "time_s": request + 0.5, **turn})
+    entry = agent("a", last_turn={"time_s": last + 0.5, "match": "extend", "match_reason": "last", "outcome": "ok"})
+    for number, event in enumerate(events):
+        if number == at:
+            monitor.answered(answer(entry, full=True))
+        monitor.happened(event)
+    monitor.answered(answer(entry | {"tokens": 9}, full=True))
+    turns = pictured(monitor, None)["histories"][0]["turns"]
+    assert [turn["match_reason"] for turn in turns] == expected
