@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from kvd.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
 from kvd.gateway.around import Around, Log, dialect_of
 from kvd.gateway.auth import KeyKeeper
-from kvd.gateway.backend import Backend, ModelFacts
+from kvd.gateway.backend import Backend, ModelFacts, daemon_client
 from kvd.gateway.canonical import Canonical, header_rules
 from kvd.gateway.conversations import Conversations, Uses
 from kvd.gateway.errors import ApiError, from_daemon
@@ -33,7 +33,7 @@ from kvd.gateway.sse import JsonReply
 from kvd.gateway.streams import unless_gone
 from kvd.gateway.turns import Plan, Turns, Writer
 from kvd.gateway.watch import Watch
-from kvd_client import AgentInfo, AsyncClient, KvdClientError
+from kvd_client import AgentInfo, KvdClientError
 
 REAP_EVERY_S = 60.0
 
@@ -46,7 +46,6 @@ class Gateway:
 
     Args:
         settings: validated.
-        client: to the daemon.
         log: gets one line a request.
         clock: monotonic seconds.
     """
@@ -54,32 +53,31 @@ class Gateway:
     def __init__(
         self,
         settings: GatewaySettings,
-        client: AsyncClient,
         log: Log,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
-        self.client = client
+        self.client = daemon_client(settings.socket)
         self.log = log
         self.clock = clock
         self.conversations = Conversations(ttl_s=settings.anonymous_ttl_s, most=settings.max_anonymous)
         self.groups = Uses(ttl_s=settings.group_ttl_s)
-        self.watch = self._watched(settings, client, log)
+        self.watch = self._watched(settings, log)
         self.page = Page(self.watch, ping_s=settings.ping_s) if settings.page != "off" else None
         self.metrics = Metrics(self.conversations, lambda: self.watch.viewers)
-        self._backend = Backend(client, settings.aliases, clock=clock)
+        self._backend = Backend(self.client, settings.aliases, clock=clock)
         self._turns = Turns(self._backend, self.conversations, self.groups, settings, clock=clock)
         self._keys = KeyKeeper(settings.keys, settings.key_file, log, clock)
         self.app: ASGIApp = Around(self._routes(), settings, log, self.metrics, clock, self._keys)
 
     @staticmethod
-    def _watched(settings: GatewaySettings, client: AsyncClient, log: Log) -> Watch:
+    def _watched(settings: GatewaySettings, log: Log) -> Watch:
         """What the page shows. Whoever has a key may see its namespace's prompts; without keys they are everybody's."""
         everything = settings.page == "all"
         monitor = Monitor(show_text=bool(settings.keys) or settings.show_divergence, every_namespace=everything)
         only = None if everything or settings.keys else settings.namespace  # keys of more namespaces may come
-        return Watch(lambda: AsyncClient(client.socket), monitor, namespace=only, log=log)
+        return Watch(lambda: daemon_client(settings.socket), monitor, namespace=only, log=log)
 
     def stop(self) -> None:
         """End what has no end of its own."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from kvd.gateway.errors import ApiError
@@ -33,6 +34,15 @@ class ModelFacts:
     name: str
     context_tokens: int
     shares: bool
+
+
+def daemon_client(socket: Path) -> AsyncClient:
+    """The gateway's way to the daemon.
+
+    A stream whose daemon goes away ends with an error that the client's SDK knows what to do with: to wait here for
+    another daemon would be silence, and what resuming takes (ids of all tokens) a message more before each first text.
+    """
+    return AsyncClient(socket, resume_s=0.0)
 
 
 class Backend:
@@ -114,4 +124,4 @@ def _facts(info: Mapping[str, Any]) -> ModelFacts:
     )
 
 
-__all__ = ["Backend", "ModelFacts"]
+__all__ = ["Backend", "ModelFacts", "daemon_client"]

@@ -2,8 +2,7 @@
 
 The socket is made here, so that port 0 works and the address can be told before the first request. A gateway that
 `kvd serve` started ends with it: it holds the reading end of a pipe that nobody writes to, which ends when the other
-process does, however that dies. May import uvicorn,
-h11, kvd_client and siblings.
+process does, however that dies. May import uvicorn, h11 and siblings.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from kvd.gateway.app import Gateway
 from kvd.gateway.around import Log
 from kvd.gateway.errors import CannotListen
 from kvd.gateway.settings import GatewaySettings
-from kvd_client import AsyncClient
 
 BACKLOG = 256
 MAX_HEAD_BYTES = 64 * 1024
@@ -167,7 +165,7 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
 async def _serve(
     settings: GatewaySettings, log: Log, sock: socket.socket, ready: Callable[[str], None], with_parent: bool
 ) -> None:
-    gateway = Gateway(settings, AsyncClient(settings.socket, resume_s=0.0), log)
+    gateway = Gateway(settings, log)
     server = Server(gateway)
 
     def stop(signum: int, frame: FrameType | None) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from kvd.gateway import GatewaySettings
 from kvd.gateway.app import Gateway
 from kvd.gateway.serve import Server, base_url, listening
-from kvd_client import AsyncClient
 from tests.support.daemon import eventually
 
 STOP_S = 20.0
@@ -143,7 +142,7 @@ def gateway(socket: Path, **settings: Any) -> Iterator[Served]:
     async def run() -> None:
         with listening(made.host, made.port) as sock:
             log = LineLog()
-            app = Gateway(made, AsyncClient(made.socket), log)
+            app = Gateway(made, log)
             server = Server(app)
             serving = asyncio.ensure_future(server.serve(sockets=[sock]))
             running.append((server, Served(base_url(sock), log, app, asyncio.get_running_loop())))

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from kvd.gateway.streams import END, Paced
+from tests.front.service import serving
 from tests.gateway.daemons import ScriptedDaemon
 from tests.gateway.serving import Served, gateway
-from tests.support.daemon import eventually
+from tests.support.daemon import eventually, short_folder
 
 PATHS: list[tuple[str, dict[str, Any], bytes]] = [
     ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}, b": ping\n"),
@@ -209,3 +210,22 @@ def test_a_stream_pings_while_a_prompt_is_computed_or_a_queue_moves(
     response.close()
     connection.close()
     assert served.line(request_id)["outcome"] == "disconnected"
+
+
+@pytest.mark.parametrize(("path", "body", "_ping"), PATHS, ids=NAMES)
+def test_a_stream_ends_with_its_daemon(path: str, body: dict[str, Any], _ping: bytes) -> None:
+    """P34: at once and with an error: what resumes on the socket would leave an SDK in silence, and asks for more."""
+    daemon = ScriptedDaemon()
+    with short_folder() as folder, gateway(folder / "kvd.sock", aliases=("claude-*",)) as served:
+        with serving(folder / "kvd.sock", daemon):
+            connection = begun(served, path, {**body, "stream": True})
+            response = connection.getresponse()
+            assert daemon.has_begun.wait(20)
+        with response:
+            told = response.read()
+        connection.close()
+        line = served.line(str(response.headers["x-request-id"]))
+    assert b"error" in told or b"failed" in told
+    assert line["outcome"] == "unavailable"
+    (asked,) = (params for method, params in daemon.calls if method in ("chat", "generate"))
+    assert "resumable" not in asked
