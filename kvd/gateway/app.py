@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Set
 from contextlib import asynccontextmanager, suppress
 
 from starlette.requests import Request
@@ -241,12 +241,12 @@ class Gateway:
             await self.client.close()
 
     async def _reap_for_ever(self) -> None:
-        adopted = False
+        adopted: frozenset[str] = frozenset()
         while True:
             with suppress(KvdClientError):  # a daemon that is away now is asked again later
-                if not adopted:
-                    await self.adopt()
-                    adopted = True
+                if new := self._namespaces() - adopted:  # at first all, then those of keys that have come
+                    await self.adopt(new)
+                    adopted |= new
                 await self.reap()
             await asyncio.sleep(REAP_EVERY_S)
 
@@ -254,10 +254,18 @@ class Gateway:
         """Wait for what is done behind answers that were given."""
         await self._turns.close()
 
-    async def adopt(self) -> None:
-        """Take over the agents of an earlier run, last used when the daemon says; now where it does not say."""
+    def _namespaces(self) -> frozenset[str]:
+        """Whose agents are this gateway's, by the keys in force now."""
+        return self._keys.ring.namespaces() or frozenset({self.settings.namespace})
+
+    async def adopt(self, namespaces: Set[str] | None = None) -> None:
+        """Take over the agents of an earlier run, last used when the daemon says; now where it does not say.
+
+        Args:
+            namespaces: whose; None: all of this gateway.
+        """
         now_s, epoch_s = self.clock(), time.time()
-        namespaces = self._keys.ring.namespaces() or {self.settings.namespace}
+        namespaces = self._namespaces() if namespaces is None else namespaces
         ages: list[tuple[float, AgentInfo]] = []
         for agent in await self.client.agents():
             if agent.namespace in namespaces and agent.agent.startswith(PREFIX):

@@ -18,6 +18,7 @@ from kvd.gateway.serve import listening, run
 from kvd.gateway.settings import is_loopback
 from tests.gateway.daemons import ScriptedDaemon
 from tests.gateway.serving import LineLog, gateway
+from tests.support.daemon import eventually
 
 KEY, TEAM_KEY = "k" * 24, "t" * 24
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -118,6 +119,26 @@ def test_keys_follow_their_file(scripted: ScriptedDaemon, tmp_path: Path, monkey
         assert logged() == ["api_keys_changed"] * 2 + ["api_keys_kept"] * 4
         key_file(tmp_path, f"{KEY}\n")
         assert statuses() == (200, 401)
+
+
+def test_agents_of_keys_that_come_later_have_an_end(
+    scripted: ScriptedDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P25: those that an earlier run left in a namespace are adopted when its key comes, not at the next start."""
+    monkeypatch.setattr("kvd.gateway.auth.LOOK_S", 0.0)
+    monkeypatch.setattr("kvd.gateway.app.REAP_EVERY_S", 0.01)
+    scripted.listed = [{"namespace": name, "agent": "gw:user:old:1", "used_s": 0.0} for name in ("team", "other")]
+    path = key_file(tmp_path, f"{KEY} default\n")
+    try:
+        with gateway(scripted.path, keys=read_key_file(path), key_file=path):  # type: ignore[attr-defined]
+            eventually(lambda: scripted.of("agent.list"), "those of the first key are looked for")
+            key_file(tmp_path, f"{KEY} default\n{TEAM_KEY} team\n")
+            eventually(lambda: scripted.of("agent.delete"), "the team's old one is deleted")
+            asked = len(scripted.of("agent.list"))
+            assert asked == 2, "a list for each change of namespaces, not with every look"
+    finally:
+        scripted.listed = []
+    assert {gone["namespace"] for gone in scripted.of("agent.delete")} == {"team"}
 
 
 def test_keys_are_looked_at_once_a_second(tmp_path: Path) -> None:
