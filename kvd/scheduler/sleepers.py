@@ -17,16 +17,11 @@ from kvd.store.sleeping import SleepingAgent
 
 
 class Sleepers(MutableMapping[AgentRef, SleepingAgent]):
-    """Sleeping agents by reference, in the order in which they became known.
-
-    Attributes:
-        indexed_pages: pages that were ever put into the index, one for each sleeper that maps them.
-    """
+    """Sleeping agents by reference, in the order in which they became known."""
 
     def __init__(self) -> None:
         self._agents: dict[AgentRef, SleepingAgent] = {}
         self._mapped_by: dict[PageId, tuple[AgentRef, ...]] | None = None
-        self.indexed_pages = 0
 
     def __getitem__(self, ref: AgentRef) -> SleepingAgent:
         return self._agents[ref]
@@ -60,7 +55,6 @@ class Sleepers(MutableMapping[AgentRef, SleepingAgent]):
         assert self._mapped_by is not None
         for page in agent.page_ids:
             self._mapped_by[page] = (*self._mapped_by.get(page, ()), ref)
-        self.indexed_pages += len(agent.page_ids)
 
     def _forget(self, ref: AgentRef, agent: SleepingAgent) -> None:
         if self._mapped_by is None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import pytest
+
+from kvd.scheduler import registry
 from kvd.scheduler.commit import sweep
+from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.shedding import _by_value
+from kvd.scheduler.sleepers import Sleepers
 from kvd.scheduler.upkeep import Upkeep
 from kvd.scheduler.views import agent_info, statistics
 from kvd.scheduler.waiting import never
 from kvd.scheduler.waking import wake
 from kvd.store.errors import QuotaExceeded
 from kvd.store.fs import folder_bytes
-from kvd.store.sleeping import READ_AGENTS
+from kvd.store.sleeping import READ_AGENTS, SleepingAgent
 from kvd.store.swap_ops import AppendRecordOp, SwapResult
 from kvd.store.swap_store import SwapStore
 from tests.scheduler.harness import ROOT, Outcome, World, ref_of
@@ -256,12 +261,30 @@ def test_a_compaction_is_counted_on_once_and_goes_ahead_of_requests(make_world: 
     assert (agent.dropped_bytes, agent.counted_on) == (0, False)
 
 
-def test_a_shortage_looks_at_sleepers_once(make_world: Callable[..., World]) -> None:
+class CountedSleepers(Sleepers):
+    """Sleepers that count what is put into their index.
+
+    Attributes:
+        indexed_pages: pages that ever were, one for each sleeper that maps them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexed_pages = 0
+
+    def _index(self, ref: AgentRef, agent: SleepingAgent) -> None:
+        super()._index(ref, agent)
+        self.indexed_pages += len(agent.page_ids)
+
+
+def test_a_shortage_looks_at_sleepers_once(make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """P25: who maps which page is known from the first shortage on; later ones index only what changed."""
+    monkeypatch.setattr(registry, "Sleepers", CountedSleepers)
     world = make_world()
     fill(world, "abcd")
     restart_asleep(world)
     asleep = world.core.agents.asleep
+    assert isinstance(asleep, CountedSleepers)
     everything = sum(len(agent.page_ids) for agent in asleep.values())
     assert asleep.indexed_pages == 0, "a start does not pay for it"
     refuse(world, over_bytes=1)
