@@ -179,16 +179,18 @@ class Generation:
         self._control: deque[tuple[int, str]] = deque()
 
     def prefill(self, *, replaying: bool) -> Generator[Wait, None, Logits | None]:
-        """Compute every prompt token without KV, in chunks; logits of the last one (None when none are wanted).
+        """Compute every token without KV, in chunks; logits of the last one (None when none are wanted).
+
+        Tokens of the answer that are there already count in what is told: they may be among those that are computed.
 
         Args:
             replaying: all KV exists: run the last token once more without writing, for its logits.
         """
         core, branch, request = self._core, self._branch, self._state.request
-        began_s = self._here_s()
+        began_s, total = self._here_s(), len(branch.tokens)
 
         def tell() -> None:
-            request.emit({"type": "prefill", "done_tokens": branch.computed, "total_tokens": self.prompt_tokens})
+            request.emit({"type": "prefill", "done_tokens": branch.computed, "total_tokens": total})
 
         try:
             if replaying:

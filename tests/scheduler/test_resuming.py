@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import Cancelled, InvalidParams
+from kvd.ids import GroupId
 from kvd.scheduler.errors import NotResumable
 from kvd.scheduler.requests import Resume
 from kvd.scheduler.sampling import Logits
@@ -104,6 +105,20 @@ def test_tokens_that_are_there_are_not_computed_again(make_world: Callable[..., 
     assert computed <= MAX_TOKENS - 16 + 4  # half a character is cut at the end of a cancelled turn
     assert again.turn.prompt_tokens - 1 <= again.turn.cached_tokens <= again.turn.prompt_tokens
     assert "resumed behind" in again.turn.match_reason
+
+
+def test_progress_never_passes_its_end(make_world: Callable[..., World]) -> None:
+    """P40: tokens of the answer that are there count in both figures; the last chunk is all of them."""
+    world = make_world()
+    seen = broken(world, "connection", 16)
+    world.settle()
+    page = world.core.pager.refs(world.agent("a").branch.space, GroupId(0), 0)[0].page_id
+    assert world.job("evict", "a").error is None
+    world.fs.unlink(world.page_path(page))
+    told = [event for event in resumed(world, seen).events if event["type"] == "prefill"]
+    assert told, "the page is lost, and what the agent still had of the answer is behind it"
+    assert told[-1]["done_tokens"] == told[-1]["total_tokens"]
+    assert all(event["done_tokens"] <= event["total_tokens"] for event in told)
 
 
 @pytest.mark.parametrize("how", ["kill", "connection"])
