@@ -187,7 +187,7 @@ class TurnFigures:
 
     Attributes:
         turns: that were let in and ended, however.
-        prompt_tokens, cached_tokens, completion_tokens: sums.
+        prompt_tokens, cached_tokens, completion_tokens: sums; of the last, what turns made themselves.
         last: facts of the last one, as a monitor shows them; None before there is one.
     """
 

@@ -155,14 +155,15 @@ class Journal:
             total_s=round(line.total_s, 6),
         )
         if matched:
-            self._note_turn(request.ref, {**matched, **counts}, line.outcome)
+            self._note_turn(request, {**matched, **counts}, line.outcome)
 
-    def _note_turn(self, ref: AgentRef, facts: dict[str, object], outcome: str) -> None:
-        """Add a turn to the sums, and show it as its agent's last."""
+    def _note_turn(self, request: TurnRequest, facts: dict[str, object], outcome: str) -> None:
+        """Show a turn as its agent's last, and add it to the sums, but for tokens that a resumed stream gave it."""
         numbers = {name: int(str(facts[name] or 0)) for name in COUNTS}
-        agent = self._core.agents.known(ref)
+        made = {**numbers, "completion_tokens": max(0, numbers["completion_tokens"] - request.given_tokens)}
+        agent = self._core.agents.known(request.ref)
         for figures in (self._core.stats.turns, *([] if agent is None else [agent.turns])):
-            figures.note(**numbers)
+            figures.note(**made)
         if agent is not None:
             del facts["durable"]
             # as exact as the events' clock: whoever has both compares them, and this is not before the turn's own

@@ -380,7 +380,8 @@ def _activity(held: HeldRequest, core: EngineCore) -> _Activity:
     agent = core.agents.known(held.request.ref)
     generating = 0
     if agent is not None and held.state.prompt_tokens:
-        generating = max(0, len(agent.branch.tokens) - held.state.prompt_tokens)
+        before = held.state.prompt_tokens + held.request.given_tokens  # those of a resumed stream were made earlier
+        generating = max(0, len(agent.branch.tokens) - before)
     return _Activity("preempted" if held.state.residence.is_away else "running", generating)
 
 

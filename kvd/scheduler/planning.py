@@ -43,6 +43,7 @@ class Plan:
         max_tokens: new tokens that there is room for, at most as many as were asked for.
         needed_bytes: working set at its largest, and what others have pinned.
         held_tokens: of what is kept, tokens behind the prompt, of an answer that is resumed.
+        forks: `source` has more than what is kept: the turn works on a branch of its own.
         is_shared: `source` maps pages of the namespace and is not the agent's yet (see `Sharing.map_pages`).
     """
 
@@ -54,6 +55,7 @@ class Plan:
     lengths: list[int]
     max_tokens: int
     needed_bytes: int
+    forks: bool = False
     is_shared: bool = False
     held_tokens: int = 0
 
@@ -102,16 +104,18 @@ def plan_turn(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
         prompt_tokens = match.keep_tokens + len(ids)
         if not prompt_tokens:
             raise InvalidParams("the text is empty; send at least one character", parameter="text")
+        whole, forks = [*source.tokens[: match.keep_tokens], *ids], match.kind == "diverge"
         if request.resume is not None:
-            refuse_other_prompt(core, request.resume, [*source.tokens[: match.keep_tokens], *ids])
+            refuse_other_prompt(core, request.resume, whole)
+            match = _resumed_match(match, source, whole)
         max_tokens = new_tokens(core, request, prompt_tokens)
         needed_bytes = refuse_over_budget(core, agent, source, prompt_tokens + max_tokens)
     except BaseException:
         if is_shared:
             core.let_go(source)
         raise
-    plan = Plan(source, match, prompt, suffix, ids, lengths, max_tokens, needed_bytes, is_shared)
-    held = held_answer(agent, request, [*source.tokens[: match.keep_tokens], *ids])
+    plan = Plan(source, match, prompt, suffix, ids, lengths, max_tokens, needed_bytes, forks, is_shared)
+    held = held_answer(agent, request, whole)
     return plan if held is None else _with_held(core, plan, *held)
 
 
@@ -122,7 +126,7 @@ def _with_held(core: EngineCore, plan: Plan, branch: Branch, held_tokens: int) -
     keep_bytes = branch.text_bytes_of(keep_tokens)
     match = replace(
         plan.match,
-        kind="extend" if keep_tokens == len(branch.tokens) else "diverge",
+        kind="extend",
         keep_tokens=keep_tokens,
         keep_bytes=keep_bytes,
         computed_tokens=min(branch.computed, keep_tokens),
@@ -138,9 +142,25 @@ def _with_held(core: EngineCore, plan: Plan, branch: Branch, held_tokens: int) -
         suffix=TypedText(b"", ()),
         ids=[],
         lengths=[],
+        forks=keep_tokens < len(branch.tokens),
         is_shared=False,
         held_tokens=held_tokens,
     )
+
+
+def _resumed_match(match: Match, source: Branch, whole: list[int]) -> Match:
+    """How the prompt of a stream that goes on compares: where all of it is there, what follows it is the broken answer.
+
+    That is nothing in which two texts differ, and nobody's conversation has changed.
+
+    Args:
+        match: of the prompt as text.
+        source: the branch that keeps most of it.
+        whole: the prompt's ids.
+    """
+    if match.kind != "diverge" or source.tokens[: len(whole)] != whole:
+        return match
+    return replace(match, kind="extend", reason="resumed: the prompt is there", divergence=None)
 
 
 def _goes_on(request: TurnRequest) -> bool:

@@ -103,6 +103,11 @@ class TurnRequest:
         """`prompt` is added as it is."""
         return self.append and self.continues is None
 
+    @property
+    def given_tokens(self) -> int:
+        """Tokens of the answer that the caller has from a stream that broke."""
+        return 0 if self.resume is None else len(self.resume.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:

@@ -100,5 +100,4 @@ def resume_facts(core: EngineCore, request: TurnRequest, ids: Sequence[int]) -> 
     """
     if not request.resumable:
         return {}
-    resumed = 0 if request.resume is None else len(request.resume.tokens)
-    return {"resume_key": prompt_key(core.spec.fingerprint, ids), "resumed_tokens": resumed}
+    return {"resume_key": prompt_key(core.spec.fingerprint, ids), "resumed_tokens": request.given_tokens}

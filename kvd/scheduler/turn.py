@@ -166,7 +166,7 @@ def _carry_out(
     notes: list[str] = []
     if plan.is_shared:
         agent.branches[branch.branch_id] = branch
-    elif plan.match.kind == "diverge":
+    elif plan.forks:
         with residence.waiting_for_pages():
             branch, notes = yield from _fork(core, agent, plan, state)
         state.swapped_in_pages = core.pager.faults(plan.source.space) - faults_before
@@ -282,7 +282,7 @@ def _work(
         context_full=state.is_shortened and finish in ("length", "injected"),
         logprobs=generation.logprobs,
         stop_string=generation.stop_string,
-        resumed_tokens=0 if request.resume is None else min(len(request.resume.tokens), usage["completion_tokens"]),
+        resumed_tokens=min(request.given_tokens, usage["completion_tokens"]),
         **usage,
     )
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
 
+from kvd.errors import Cancelled
 from kvd.gateway.monitor import FIGURES
 from kvd.ids import Namespace
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.monitoring import Monitor
+from kvd.scheduler.requests import Resume
 from kvd.scheduler.views import health_facts
 from kvd.vm.codes import BEHIND_WINDOW, PINNED, SHARED, STATE_BITS, STATES
 from kvd_client import MonitorPicture
@@ -20,7 +23,7 @@ from kvd_client.monitor import SHARED as CLIENT_SHARED
 from kvd_client.monitor import STATE_BITS as CLIENT_BITS
 from kvd_client.residency import PAGE_MARKS
 from tests.scheduler.harness import World, ref_of
-from tests.scheduler.test_engine import WAIT_S, Gate, Runner, make_runner  # noqa: F401
+from tests.scheduler.test_engine import WAIT_S, Answer, Gate, Runner, make_runner  # noqa: F401
 from tests.scheduler.test_turn import text_of
 
 
@@ -223,3 +226,51 @@ def test_states_and_tokens_of_a_running_turn(make_runner: Callable[..., Runner])
     assert shown["last_turn"]["match"] == "diverge"
     assert shown["last_turn"]["outcome"] == "ok"
     assert 0 < shown["cached_tokens"] <= shown["prompt_tokens"]
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_resumed_stream_counts_once_and_is_a_hit(
+    make_runner: Callable[..., Runner],  # noqa: F811
+    logprobs: int | None,
+) -> None:
+    """P40: what a stream had before it broke was made once: sums and rates are those of the tokens that were sampled.
+
+    Whether or not the tokens that are there are computed again (for log-probabilities they are), nothing of the prompt
+    was missing.
+    """
+    engine = make_runner()
+    first: list[Answer] = []
+    is_submitted, ids, key = Event(), list[int](), list[str]()
+
+    def read(event: dict[str, Any]) -> None:
+        """The client of a stream whose connection breaks."""
+        ids.extend(event.get("ids", ()))
+        key.extend([event["resume_key"]] if event["type"] == "matched" else ())
+        if len(ids) == 8:
+            assert is_submitted.wait(WAIT_S)
+            engine.cancel(first[0])
+
+    options: dict[str, Any] = {"max_tokens": 40, "resumable": True, "logprobs": logprobs}
+    first.append(engine.turn("a", text_of(20), emit=read, **options))
+    is_submitted.set()
+    assert isinstance(first[0].error, Cancelled)
+    made = entry(engine.look(lambda core: core.monitor.look(core, None, None)).to_wire(), "a")["generated_tokens"]
+    assert made >= 8
+    looks = []
+
+    def look_on(_event: dict[str, Any]) -> None:
+        looks.append(engine.engine.call(lambda core: core.monitor.look(core, None, None)))
+
+    answer = engine.turn("a", text_of(20), emit=look_on, resume=Resume(ids[:6], key[0]), **options)
+    result = answer.result
+    assert (result["match"], result["divergence"], result["resumed_tokens"]) == ("extend", None, 6)
+    done = engine.look(lambda core: core.monitor.look(core, None, None)).to_wire()
+    shown = [entry(each.result(WAIT_S).to_wire(), "a")["generated_tokens"] for each in looks]
+    shown.append(entry(done, "a")["generated_tokens"])
+    assert shown == sorted(shown)
+    assert shown[0] >= made
+    assert shown[-1] == made + result["completion_tokens"] - 6
+    assert done["figures"]["completion_tokens"] == shown[-1]
+    assert entry(done, "a")["last_turn"]["completion_tokens"] == result["completion_tokens"]
+    events = engine.look(lambda core: core.journal.ring.read(0, 1000).events)
+    assert [each["type"] for each in events if each["type"] in ("hit", "miss")] == ["miss", "hit"]
