@@ -111,7 +111,7 @@ class Limits:
         if change.budget_bytes is not None:
             self._check_budget(change.budget_bytes)
         self._check_quotas("namespace_quotas", "quota", change.namespace_quotas)
-        self._check_quotas("namespace_disk_quotas", "disk quota", change.namespace_disk_quotas)
+        self._check_disk_quotas(change.namespace_disk_quotas)
         if change.budget_bytes is not None:
             self._set_budget(change.budget_bytes)
         for namespace, quota_bytes in change.namespace_quotas.items():
@@ -184,6 +184,14 @@ class Limits:
                     parameter=parameter,
                     least_bytes=least,
                 )
+
+    def _check_disk_quotas(self, quotas: Mapping[Namespace, int | None]) -> None:
+        self._check_quotas("namespace_disk_quotas", "disk quota", quotas)
+        if self._core.swap_off and any(quota_bytes is not None for quota_bytes in quotas.values()):
+            raise InvalidParams(
+                "namespace_disk_quotas needs --swap on: nothing is on disk without it, so only none is allowed",
+                parameter="namespace_disk_quotas",
+            )
 
     def _set_disk_quotas(self, quotas: Mapping[Namespace, int | None]) -> None:
         """What is over a smaller one goes at the next shortage, what waited for a larger one is written now."""

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvd.errors import InvalidParams
+from kvd.ids import Namespace
+from kvd.scheduler.limits import LimitChange
 from kvd.scheduler.views import agent_info, disk_facts, statistics
 from kvd.store.errors import SwapOff
 from tests.scheduler.harness import World
@@ -35,6 +38,21 @@ def test_nothing_is_written_and_every_reply_says_so(make_world: Callable[..., Wo
     assert figures["bytes_written"] == figures["fsyncs"] == 0
     assert disk_facts(world.core)["swap"] == "off"
     assert files_of(world) == before
+
+
+def test_a_disk_quota_is_refused_at_run_time_too(make_world: Callable[..., World]) -> None:
+    """P39: it would be shown as in force and do nothing; of the changes that came with it none is made."""
+    limits = make_world(swap_off=True).core.limits
+    before, name = limits.facts(), Namespace("a")
+    quotas = {Namespace("b"): 2_000_000}
+    with pytest.raises(InvalidParams, match="namespace_disk_quotas needs --swap on") as caught:
+        limits.change(LimitChange(namespace_quotas=quotas, namespace_disk_quotas={name: 2_000_000}))
+    assert caught.value.data["parameter"] == "namespace_disk_quotas"
+    now = limits.facts()
+    assert [now[each] for each in ("namespace_quotas", "namespace_disk_quotas", "until_restart")] == [{}, {}, []]
+    assert now["usable_bytes"] == before["usable_bytes"]
+    limits.change(LimitChange(namespace_disk_quotas={name: None}))
+    assert limits.facts()["until_restart"] == []
 
 
 def test_what_is_evicted_is_computed_again_and_the_reply_says_so(make_world: Callable[..., World]) -> None:
