@@ -182,6 +182,8 @@ def _troubles(figures: Mapping[str, Any]) -> list[str]:
         found.append(f"disk {figures['disk']}: {figures.get('disk_reason')}")
     if names := figures.get("disk_quotas_full"):
         found.append(f"disk quota full: {', '.join(map(str, names))}")
+    if names := figures.get("disk_quotas_too_small"):
+        found.append(f"disk quota too small, nothing is given up for it: {', '.join(map(str, names))}")
     if figures.get("memory_pressure") == "hard":
         found.append("memory is short: new requests are refused")
     if figures.get("thrashing"):

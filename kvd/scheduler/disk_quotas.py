@@ -11,7 +11,7 @@ of no use to anybody.
 What is used is looked at once a second, before a record, and after files went; what starts to be written meanwhile is
 taken off by the pager. A file is a little longer than its page: between two looks a quota may be passed by that much.
 
-Owner: the engine thread; `full` may be read by others. May import kvd.ids, kvd.ops.sizes and kvd.store.
+Owner: the engine thread; `full` and `too_small` may be read by others. May import kvd.ids, kvd.ops.sizes and kvd.store.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ class DiskQuotas:
         quotas: bytes of disk by namespace; those without one share what there is.
         used: bytes of pages and logs by namespace, as of the last look.
         full: namespaces of which something waits for room, by name.
+        too_small: namespaces that are over by more than all that may be given up, by name.
     """
 
     def __init__(self) -> None:
         self.quotas: dict[Namespace, int] = {}
         self.used: dict[Namespace, int] = {}
         self.full: tuple[str, ...] = ()
+        self.too_small: tuple[str, ...] = ()
         self._refused: dict[Namespace, int] = {}  # bytes of the largest record that was refused since the last shortage
 
     def look(self, used: Mapping[str, int]) -> dict[Namespace, int]:
@@ -80,6 +82,19 @@ class DiskQuotas:
         """Why something of a namespace is not on disk, in words for the client."""
         quota = format_size(self.quotas.get(namespace, 0))
         return f"the disk quota of namespace {namespace!r} ({quota}) is full: saved once there is room in it"
+
+    def tell_too_small(self, names: Iterable[Namespace]) -> list[Namespace]:
+        """Namespaces whose quota all that may go would not meet; returns those of which that is new."""
+        before, self.too_small = self.too_small, tuple(sorted(names))
+        return [name for name in names if name not in before]
+
+    def why_too_small(self, namespace: Namespace) -> str:
+        """What is wrong and what helps, for an operator."""
+        return (
+            f"files of namespace {namespace!r} take {format_size(self.used.get(namespace, 0))}, and all that could be "
+            f"given up would not meet its disk quota of {format_size(self.quotas[namespace])}: nothing is given up; "
+            "raise the quota, or delete, unpin or roll back agents"
+        )
 
     def _tell(self, names: Iterable[Namespace]) -> None:
         self.full = tuple(sorted(map(str, names)))

@@ -10,7 +10,10 @@ disk_usage`). What is left belongs to agents, and is given up from the least val
 5. current branches, the least recently used first, a branch's tail before its head.
 
 A *namespace* that has a quota of the disk pays for itself: when it is over, the same order holds among its own agents,
-and nobody else's lose anything (`kvd.scheduler.disk_quotas`). Its agent that was used last is spared as above.
+and nobody else's lose anything (`kvd.scheduler.disk_quotas`). Its agent that was used last is spared as above. Where
+all that may go would not do (logs alone are above the quota, or an agent that waits is larger than it), nothing goes:
+it would cost the others all their KV and let nobody write. Of several agents that wait the smallest counts then, so
+that a large one stands in nobody's way.
 
 A page goes with the most valuable of the branches and sleepers that map it. Nothing is taken from agents that are
 pinned, that run, wait in line or are being woken, that are not saved, nor from the one used last: it is the one that
@@ -27,7 +30,7 @@ Owner: the engine thread. May import kvd.ids, kvd.vm and siblings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -57,11 +60,47 @@ def shed(core: EngineCore) -> None:
     if shortage is not None:
         _shed(core, max(shortage.over_bytes, shortage.quota_bytes // AT_ONCE), None)
     quotas = core.disk_quotas
-    if core.store.is_giving_up or not (quotas.quotas or quotas.full):
+    if core.store.is_giving_up or not (quotas.quotas or quotas.full or quotas.too_small):
         return
     core.govern()
-    for namespace, over_bytes in quotas.shortages(core.pager.quota_held_bytes).items():
-        _shed(core, max(over_bytes, quotas.quotas[namespace] // AT_ONCE), namespace)
+    waiting = core.pager.quota_held_bytes
+    too_small = []
+    for namespace, over_bytes in quotas.shortages(waiting).items():
+        there_bytes = _there_bytes(core, namespace, over_bytes)
+        if over_bytes > there_bytes:
+            too_small.append(namespace)
+            over_bytes -= waiting.get(namespace, 0) - _least_waiting_bytes(core, namespace, waiting)  # noqa: PLW2901
+        if 0 < over_bytes <= there_bytes:
+            _shed(core, max(over_bytes, quotas.quotas[namespace] // AT_ONCE), namespace)
+    for namespace in quotas.tell_too_small(too_small):
+        core.log("disk_quota_too_small", namespace=namespace, reason=quotas.why_too_small(namespace))
+
+
+def _there_bytes(core: EngineCore, namespace: Namespace, wanted_bytes: int) -> int:
+    """What of a namespace may go, compactions that are due included; it is counted up to `wanted_bytes`."""
+    there_bytes = sum(agent.dropped_bytes for agent in core.agents.in_namespace(namespace) if agent.logged)
+    for _, _, page_bytes in _by_value(core, namespace):
+        if there_bytes >= wanted_bytes:
+            break
+        there_bytes += page_bytes
+    return there_bytes
+
+
+def _least_waiting_bytes(core: EngineCore, namespace: Namespace, waiting: Mapping[Namespace, int]) -> int:
+    """What the smallest of the agents that wait for room has to write; all that waits while none has ended its turn."""
+    agents = [agent for agent in core.agents.in_namespace(namespace) if agent.unsaved is not None]
+    return min((_dirty_bytes(core, agent) for agent in agents), default=waiting.get(namespace, 0))
+
+
+def _dirty_bytes(core: EngineCore, agent: Agent) -> int:
+    """Bytes of an agent's pages that are in no file."""
+    found: dict[PageId, int] = {}
+    for branch in agent.branches.values():
+        sizes = core.page_bytes(branch.space)
+        for segment in core.pager.segments(branch.space):
+            dirty = (page for page in segment.pages if page.state is PageState.SEALED_DIRTY)
+            found.update((page.ref.page_id, sizes[segment.group]) for page in dirty)
+    return sum(found.values())
 
 
 def _shed(core: EngineCore, wanted_bytes: int, namespace: Namespace | None) -> None:

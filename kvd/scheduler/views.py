@@ -196,7 +196,8 @@ def health_facts(core: EngineCore) -> dict[str, object]:
 
 def disk_facts(core: EngineCore) -> dict[str, object]:
     """Whether KV goes to disk and how the disk fares; may be asked from any thread, as `health_facts`."""
-    quotas = {"disk_quotas_full": list(core.disk_quotas.full)}
+    now = core.disk_quotas
+    quotas = {"disk_quotas_full": list(now.full), "disk_quotas_too_small": list(now.too_small)}
     return {"swap": "off" if core.swap_off else "on"} | core.store.health.facts() | quotas
 
 

@@ -63,7 +63,13 @@ def test_the_reason_says_why_and_not_whose(code: int) -> None:
 def test_a_disk_that_refuses_shows_in_health_until_it_heals(make_world: Callable[..., World], code: int) -> None:
     """P2 P38: the turn is served from RAM, health names the reason, one line says so; nobody need do anything after."""
     world = make_world()
-    assert disk_facts(world.core) == {"swap": "on", "disk": "ok", "disk_reason": None, "disk_quotas_full": []}
+    assert disk_facts(world.core) == {
+        "swap": "on",
+        "disk": "ok",
+        "disk_reason": None,
+        "disk_quotas_full": [],
+        "disk_quotas_too_small": [],
+    }
     world.refuse_writes(code)
     outcome = world.generate("a", text_of(30))
     assert not outcome.turn.durable

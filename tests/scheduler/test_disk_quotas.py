@@ -123,6 +123,56 @@ def test_who_finds_memory_full_is_told_of_its_own_namespace_alone(world: World) 
     assert others == "memory is full of pages for which there is no room in disk quotas of other namespaces"
 
 
+def test_who_can_never_fit_costs_the_others_nothing(world: World) -> None:
+    """P25: an agent larger than its quota waits, and health says why; idle ones keep their KV."""
+    texts = fill(world, ["work/a", "work/b", "work/c"])
+    quota_bytes = used(world)["work"]
+    set_quota(world, quota_bytes)
+    assert not world.generate("work/large", f"large says: {text_of(120)}").turn.durable
+    for _ in range(5):
+        world.settle()
+        world.save_unsaved()
+        world.tick()
+    assert not world.events("kv_given_up")
+    assert health_facts(world.core)["disk_quotas_too_small"] == ["work"]
+    (told,) = world.events("disk_quota_too_small")
+    assert "nothing is given up" in told["reason"]  # type: ignore[index]
+    turn = world.generate("work/a", texts["work/a"]).turn
+    assert turn.cached_tokens == turn.prompt_tokens - 1
+    assert world.job("delete", "work/large").error is None
+    until_saved(world)
+    world.tick()
+    assert health_facts(world.core)["disk_quotas_too_small"] == []
+
+
+def test_logs_above_the_quota_cost_no_kv(world: World) -> None:
+    """P25: text is never given up, so nothing that may go would help; a quota that is taken back is no trouble."""
+    fill(world, ["work/a", "work/b"])
+    set_quota(world, 1)
+    for _ in range(3):
+        world.settle()
+        world.tick()
+    assert not world.events("kv_given_up")
+    assert health_facts(world.core)["disk_quotas_too_small"] == ["work"]
+    set_quota(world, None)
+    world.tick()
+    assert health_facts(world.core)["disk_quotas_too_small"] == []
+
+
+def test_a_small_one_gets_room_beside_a_large_one(world: World) -> None:
+    """P25: of those that wait the smallest counts where all of them cannot be met."""
+    fill(world, ["work/a", "work/b", "work/c"])
+    set_quota(world, used(world)["work"])
+    assert not world.generate("work/large", f"large says: {text_of(120)}").turn.durable
+    world.generate("work/small", "small says: hello")
+    for _ in range(5):
+        world.settle()
+        world.save_unsaved()
+        world.tick()
+    assert world.events("kv_given_up")
+    assert agent_info(world.core, world.agent("work/small"))["durable"]
+
+
 def test_a_smaller_quota_takes_at_once_what_is_over(world: World) -> None:
     """P25: nobody has to write for it; the limits say that it converges until files are gone."""
     texts = fill(world, ["work/a", "work/b", "play/p"])
