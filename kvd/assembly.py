@@ -27,6 +27,7 @@ from kvd.model.registry import resolve
 from kvd.model.spec import CacheGroup, ModelCacheSpec
 from kvd.model.template import ChatTemplate
 from kvd.ops.device import Clamped, budget_room, clamp_budget, clamp_footprint, clamp_quota, device_facts, device_limit
+from kvd.ops.lasting_clock import lasting_s
 from kvd.ops.sizes import format_size
 from kvd.quant.spec import PAGE_TOKENS, PageFormat, PageLayout
 from kvd.record import EngineRecord, read_record, write_record
@@ -163,6 +164,7 @@ class Assembly:
             chunk_tokens=settings.chunk_tokens,
             prefetch=settings.prefetch,
             sharing=settings.sharing,
+            age_clock=lasting_s,
             log=self._log,
             limits=limits,
             pressure=pressure,

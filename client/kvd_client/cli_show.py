@@ -116,7 +116,7 @@ def agent_table(agents: Sequence[Mapping[str, Any]], *, namespaces: bool) -> lis
     if not agents:
         return ["no agents yet"]
     heading = ["agent", *(["namespace"] if namespaces else []), "tokens", "in RAM", "on disk", "pinned", "durable"]
-    has_ends = any(agent.get("expires_s") is not None for agent in agents)
+    has_ends = any(agent.get("expires_in_s") is not None for agent in agents)
     rows = [[*heading, "format", *(["ends"] if has_ends else [])]]
     for agent in agents:
         swapped = int(agent.get("swapped_pages", 0))
@@ -130,7 +130,7 @@ def agent_table(agents: Sequence[Mapping[str, Any]], *, namespaces: bool) -> lis
                 value_text("pinned", agent.get("pinned")),
                 value_text("durable", agent.get("durable")),
                 format_name(str(agent.get("kv_format", ""))),
-                *([_end(agent.get("expires_s"))] if has_ends else []),
+                *([_end(agent.get("expires_in_s"))] if has_ends else []),
             ]
         )
     right = {heading.index(name) for name in ("tokens", "in RAM", "on disk")}
@@ -141,11 +141,10 @@ def agent_table(agents: Sequence[Mapping[str, Any]], *, namespaces: bool) -> lis
     ]
 
 
-def _end(expires_s: object) -> str:
+def _end(left_s: object) -> str:
     """How long until an agent ends; a dash for never."""
-    if not isinstance(expires_s, int | float):
+    if not isinstance(left_s, int | float):
         return "-"
-    left_s = max(0.0, expires_s - time.time())
     for unit, unit_s in (("d", 86_400), ("h", 3600), ("min", 60)):
         if left_s >= 2 * unit_s:
             return f"in {left_s // unit_s:.0f} {unit}"

@@ -259,18 +259,20 @@ class Gateway:
         return self._keys.ring.namespaces() or frozenset({self.settings.namespace})
 
     async def adopt(self, namespaces: Set[str] | None = None) -> None:
-        """Take over the agents of an earlier run, last used when the daemon says; now where it does not say.
+        """Take over the agents of an earlier run, unused as long as the daemon says; now where it does not say.
+
+        The daemon tells a difference of its own clock: wall clocks of two processes differ by what was set in between.
 
         Args:
             namespaces: whose; None: all of this gateway.
         """
-        now_s, epoch_s = self.clock(), time.time()
+        now_s = self.clock()
         namespaces = self._namespaces() if namespaces is None else namespaces
         ages: list[tuple[float, AgentInfo]] = []
         for agent in await self.client.agents():
             if agent.namespace in namespaces and agent.agent.startswith(PREFIX):
-                used = agent.server.get("used_s")
-                ages.append((max(0.0, epoch_s - used) if isinstance(used, int | float) else 0.0, agent))
+                idle_s = agent.server.get("idle_s")
+                ages.append((idle_s if isinstance(idle_s, int | float) else 0.0, agent))
         for age_s, agent in sorted(ages, key=lambda each: -each[0]):
             held = self.conversations if agent.agent.startswith(ANONYMOUS_PREFIX) else self.groups
             held.adopt(agent.namespace, agent.agent, now_s - age_s)

@@ -153,6 +153,7 @@ class EngineCore:
         prefetch: what is loaded ahead (`kvd.config.PREFETCH`).
         sharing: who may map whose pages (`kvd.config.SHARING`).
         clock: seconds, monotonic.
+        age_clock: likewise, and goes on while the machine sleeps: ages of agents go by it. None: `clock`.
         log: told of what an operator wants to know: (event, facts).
         default_batch: requests that run at once unless the engine was told.
         limits: what the daemon was started with.
@@ -188,6 +189,7 @@ class EngineCore:
         prefetch: str = "predict",
         sharing: str = "namespace",
         clock: Callable[[], float] = time.monotonic,
+        age_clock: Callable[[], float] | None = None,
         log: Callable[..., None],
         default_batch: int = 1,
         limits: LimitSettings | None = None,
@@ -206,7 +208,8 @@ class EngineCore:
         self.backend = backend
         self.chunk_tokens = chunk_tokens
         self.clock = clock
-        self._epoch_s = time.time() - clock()
+        self._age_clock = clock if age_clock is None else age_clock
+        self._epoch_s = time.time() - self._age_clock()
         self.log = log
         self.swap_off = swap_off
         self.governor = WriteGovernor(write_limit_bytes, clock)
@@ -256,8 +259,8 @@ class EngineCore:
         )
 
     def wall_s(self) -> float:
-        """Seconds since the epoch, by the wall clock as it was at the start: setting it moves nothing."""
-        return self._epoch_s + self.clock()
+        """Seconds since the epoch, by the wall clock as it was at the start: setting it moves nothing, sleep counts."""
+        return self._epoch_s + self._age_clock()
 
     # ---- text -------------------------------------------------------------------------------------------------------
 

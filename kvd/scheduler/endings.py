@@ -6,8 +6,9 @@ engine's upkeep looks for agents whose time is over. Every turn, injection, roll
 it. An agent that was made without an end never gets one: nobody loses a conversation because somebody else's request
 says `ttl_s`. While an agent is pinned its time does not end it.
 
-Time is a wall clock that was read once, at the start, and goes on with the monotonic one: a clock that is set while the
-daemon runs ends nobody.
+Time is a wall clock that was read once, at the start, and goes on with a monotonic one that counts the machine's sleep:
+a clock that is set while the daemon runs ends nobody, and a night in a closed laptop is a night. Clients are told
+differences as well, which need no clock in common with them.
 
 An agent that ends within two days is *passing*: its pages leave RAM, and the disk when the quota is full, before those
 of agents that are expected to come back, so that a flood of one-off requests costs the others nothing.
@@ -57,6 +58,18 @@ def mark_passing(core: EngineCore, agent: Agent) -> None:
         core.memory.apply(MarkedPassing(branch.space, is_passing(agent)))
 
 
+def end_facts(core: EngineCore, agent: Agent | AgentSummary) -> dict[str, object]:
+    """When an agent was used and when it ends, as clients see it."""
+    left_s = expires_in_s(core, agent)
+    return {
+        "used_s": agent.used_s,
+        "idle_s": round(idle_s(core, agent), 3),
+        "ttl_s": agent.ttl_s,
+        "expires_s": expires_s(agent),
+        "expires_in_s": None if left_s is None else round(left_s, 3),
+    }
+
+
 def is_passing(agent: Agent | AgentSummary) -> bool:
     """Whether nobody is expected to come back to it."""
     return agent.ttl_s is not None and agent.ttl_s <= PASSING_TTL_S
@@ -72,10 +85,20 @@ def expires_s(agent: Agent | AgentSummary) -> float | None:
     return None if agent.ttl_s is None or agent.pinned else agent.used_s + agent.ttl_s
 
 
+def idle_s(core: EngineCore, agent: Agent | AgentSummary) -> float:
+    """Seconds since its last use."""
+    return max(0.0, core.wall_s() - agent.used_s)
+
+
+def expires_in_s(core: EngineCore, agent: Agent | AgentSummary) -> float | None:
+    """Seconds until it ends unless it is used before, 0 when its time is over; None: never."""
+    end_s = expires_s(agent)
+    return None if end_s is None else max(0.0, end_s - core.wall_s())
+
+
 def is_due(core: EngineCore, agent: Agent | AgentSummary) -> bool:
     """Whether its time is over."""
-    end_s = expires_s(agent)
-    return end_s is not None and core.wall_s() >= end_s
+    return expires_in_s(core, agent) == 0.0
 
 
 def due(core: EngineCore) -> list[AgentRef]:
@@ -84,4 +107,14 @@ def due(core: EngineCore) -> list[AgentRef]:
     return awake + [ref for ref, sleeper in core.agents.asleep.items() if is_due(core, sleeper.summary)]
 
 
-__all__ = ["PASSING_TTL_S", "agent_of", "due", "expires_s", "give_end", "is_due", "is_passing", "mark_passing", "use"]
+__all__ = [
+    "PASSING_TTL_S",
+    "agent_of",
+    "due",
+    "end_facts",
+    "give_end",
+    "is_due",
+    "is_passing",
+    "mark_passing",
+    "use",
+]

@@ -14,7 +14,7 @@ from kvd.scheduler.agents import Agent
 from kvd.scheduler.branches import other_branch_bytes
 from kvd.scheduler.core import EngineCore
 from kvd.scheduler.disk_quotas import use_by_namespace
-from kvd.scheduler.endings import expires_s
+from kvd.scheduler.endings import end_facts
 from kvd.scheduler.requests import AgentRef
 from kvd.store.sleeping import SleepingAgent
 from kvd.vm.codes import PINNED
@@ -50,9 +50,7 @@ def agent_info(core: EngineCore, agent: Agent) -> dict[str, object]:
         "durable_reason": agent.unsaved,
         "kv_format": ", ".join(dict.fromkeys(branch.format_ids)),
         "created_s": agent.created_s,
-        "used_s": agent.used_s,
-        "ttl_s": agent.ttl_s,
-        "expires_s": expires_s(agent),
+        **end_facts(core, agent),
     }
 
 
@@ -116,9 +114,7 @@ def sleeping_info(core: EngineCore, ref: AgentRef, agent: SleepingAgent) -> dict
         "durable_reason": None,
         "kv_format": ", ".join(dict.fromkeys(format_ids)),
         "created_s": summary.created_s,
-        "used_s": summary.used_s,
-        "ttl_s": summary.ttl_s,
-        "expires_s": expires_s(summary),
+        **end_facts(core, summary),
     }
 
 

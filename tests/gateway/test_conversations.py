@@ -261,13 +261,15 @@ def test_nothing_is_forked_where_nothing_is_shared(scripted: ScriptedDaemon) -> 
 
 
 def test_what_an_earlier_run_left_is_adopted(scripted: ScriptedDaemon) -> None:
-    """Old anonymous agents of this gateway's namespaces are deleted; younger ones later; all others are not its own."""
-    now_s = time.time()
-    names = [("default", "gw:anonymous:old", 0.0), ("default", "gw:anonymous:young", now_s), ("default", "mine", 0.0)]
-    names += [("other", "gw:anonymous:theirs", 0.0), ("default", "gw:user:ann:1", 0.0)]
+    """Old anonymous agents of this gateway's namespaces are deleted; younger ones later; all others are not its own.
+
+    P19: how old is what the daemon says. `used_s` is of a wall clock that may be another by now than the gateway's.
+    """
+    names = [("default", "gw:anonymous:old", 1e9), ("default", "gw:anonymous:young", 60.0), ("default", "mine", 1e9)]
+    names += [("other", "gw:anonymous:theirs", 1e9), ("default", "gw:user:ann:1", 1e9)]
     scripted.listed = [
-        {"namespace": namespace, "agent": agent, "used_s": used_s, "created_s": 0.0}
-        for namespace, agent, used_s in names
+        {"namespace": namespace, "agent": agent, "idle_s": idle_s, "used_s": time.time() - 1e9 if idle_s < 1e9 else 4e9}
+        for namespace, agent, idle_s in names
     ]
     try:
         with gateway(scripted.path) as served:  # type: ignore[attr-defined]

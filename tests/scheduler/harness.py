@@ -69,6 +69,7 @@ def make_core(
     chunk_tokens: int,
     new_page_id: Callable[[], PageId],
     clock: Callable[[], float],
+    age_clock: Callable[[], float] | None = None,
     log: Callable[..., None],
     window: int | None = None,
     prefetch: str = "predict",
@@ -113,6 +114,7 @@ def make_core(
             prefetch=prefetch,
             sharing=sharing,
             clock=clock,
+            age_clock=age_clock,
             log=log,
             limits=limits,
             pressure=pressure,
@@ -176,6 +178,7 @@ class World:
         self.quota_bytes = 1 << 40
         self.read_agents = READ_AGENTS  # at the next start
         self.now_s = 0.0
+        self.asleep_s = 0.0  # the machine, while `now_s` stood still
         self.logged: list[tuple[str, dict[str, object]]] = []
         self.notices: list[str] = []
         self._pages_made = 0
@@ -227,6 +230,7 @@ class World:
             chunk_tokens=self.chunk_tokens,
             new_page_id=self._new_page_id,
             clock=lambda: self.now_s,
+            age_clock=lambda: self.now_s + self.asleep_s,
             log=self.log,
             window=self.window,
             sharing=self.sharing,

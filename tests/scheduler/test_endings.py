@@ -113,6 +113,33 @@ def test_an_end_survives_restarts(world: World, monkeypatch: pytest.MonkeyPatch,
     assert upkeep.next_job(idle=False) is None
 
 
+def test_ages_are_told_as_differences(world: World) -> None:
+    """P19: who has another wall clock than the daemon can tell how old an agent is, and how long it has."""
+    turn(world, "a", DAY_S)
+    turn(world, "b")
+    world.now_s += 3600.0
+    facts = {each["agent"]: each for each in agent_list(world.core, None)}
+    assert [facts[name]["idle_s"] for name in "ab"] == pytest.approx([3600.0, 3600.0])
+    assert facts["a"]["expires_in_s"] == pytest.approx(DAY_S - 3600.0)
+    assert facts["b"]["expires_in_s"] is None
+    world.now_s += 2 * DAY_S
+    assert agent_list(world.core, None)[0]["expires_in_s"] == 0.0
+
+
+def test_a_machine_that_sleeps_gets_older(world: World) -> None:
+    """P25: as after a restart; the clock of waits stands still meanwhile, that of ages does not."""
+    turn(world, "a", DAY_S)
+    turn(world, "b", 3 * DAY_S)
+    before = [each["idle_s"] for each in agent_list(world.core, None)]
+    world.asleep_s += 2 * DAY_S
+    facts = agent_list(world.core, None)
+    assert [each["idle_s"] for each in facts] == pytest.approx([idle_s + 2 * DAY_S for idle_s in before])  # type: ignore[operator]
+    assert [each["expires_in_s"] for each in facts] == [0.0, pytest.approx(DAY_S, abs=60.0)]
+    turn(world, "b", 3 * DAY_S)
+    assert keep_up(world) == ["a"]
+    assert agent_list(world.core, None)[0]["expires_in_s"] == pytest.approx(3 * DAY_S, abs=60.0)
+
+
 def test_a_use_in_time_saves_it(world: World) -> None:
     """Between the look and the deletion an agent may have been used: it is looked at once more."""
     turn(world, "a", 10.0)

@@ -261,7 +261,7 @@ def test_a_resumed_stream_counts_once_and_is_a_hit(
     def look_on(_event: dict[str, Any]) -> None:
         looks.append(engine.engine.call(lambda core: core.monitor.look(core, None, None)))
 
-    answer = engine.turn("a", text_of(20), emit=look_on, resume=Resume(ids[:6], key[0]), **options)
+    answer = engine.turn("a", text_of(20), emit=look_on, resume=Resume(tuple(ids[:6]), key[0]), **options)
     result = answer.result
     assert (result["match"], result["divergence"], result["resumed_tokens"]) == ("extend", None, 6)
     done = engine.look(lambda core: core.monitor.look(core, None, None)).to_wire()

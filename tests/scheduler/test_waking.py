@@ -54,7 +54,7 @@ def test_a_list_shows_sleepers_as_they_are(started: Callable[..., Runner]) -> No
     """P40: the same figures as before the restart, but for what was in RAM; and nobody is woken for it."""
     engine = started()
     shown = engine.look(lambda core: agent_list(core, None))
-    on_disk = ("resident_pages", "swapped_pages", "resident_bytes", "used_s")
+    on_disk = ("resident_pages", "swapped_pages", "resident_bytes", "used_s", "idle_s")
     for was, now in zip(engine.listed, shown, strict=True):  # type: ignore[attr-defined]
         assert now["used_s"] == pytest.approx(was["used_s"], abs=5.0)  # of the record, which is a moment older
         assert {k: v for k, v in was.items() if k not in on_disk} == {k: v for k, v in now.items() if k not in on_disk}
