@@ -6,6 +6,9 @@ engine's upkeep looks for agents whose time is over. Every turn, injection, roll
 it. An agent that was made without an end never gets one: nobody loses a conversation because somebody else's request
 says `ttl_s`. While an agent is pinned its time does not end it.
 
+A use that writes no record (a fork, for the parent; a turn that gains nothing) is known until the next start: what
+counts then is the time of the last record. Nothing is written for a use's own sake.
+
 Time is a wall clock that was read once, at the start, and goes on with a monotonic one that counts the machine's sleep:
 a clock that is set while the daemon runs ends nobody, and a night in a closed laptop is a night. Clients are told
 differences as well, which need no clock in common with them.

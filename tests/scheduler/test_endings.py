@@ -92,6 +92,23 @@ def test_forks_have_an_end_of_their_own(world: World) -> None:
     assert names(world) == ["kept"]
 
 
+def test_a_restart_knows_the_last_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork keeps its parent while the daemon runs, and writes nothing of it: later its last turn is what counts."""
+    began_s = time.time()
+    turn(world, "a", DAY_S)
+    world.now_s += DAY_S / 2
+    monkeypatch.setattr(time, "time", lambda: began_s + DAY_S / 2)
+    assert world.job("fork", "a", new_agent="b", ttl_s=DAY_S).error is None
+    world.settle()
+    assert [each["idle_s"] < DAY_S / 4 for each in agent_list(world.core, None)] == [True, True]
+    world.crash()
+    assert [each["idle_s"] < DAY_S / 4 for each in agent_list(world.core, None)] == [False, True]
+    turn(world, "a")
+    world.settle()
+    world.crash()
+    assert [each["idle_s"] < DAY_S / 4 for each in agent_list(world.core, None)] == [True, True]
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 def test_an_end_survives_restarts(world: World, monkeypatch: pytest.MonkeyPatch, asleep: bool) -> None:
     """Time passes while no daemon runs; agents whose logs nobody has read end, too, and are listed with it."""
