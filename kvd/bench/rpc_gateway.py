@@ -123,7 +123,7 @@ def gateway_ttft(socket: Path, pairs: int) -> GatewayTtft:
     direct, gateway = list[float](), list[float]()
     with (
         serving_gateway(socket) as (host, port),
-        Client(socket, timeout_s=CALL_S) as client,
+        Client(socket, timeout_s=CALL_S, resume_s=0.0) as client,
         closing(http.client.HTTPConnection(host, port, timeout=CALL_S)) as connection,
     ):
         model = str(client.model_info().get("model"))

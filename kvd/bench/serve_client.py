@@ -181,7 +181,7 @@ def call(client: Client, wanted: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """Make the calls that standard input names; see the module docstring."""
-    with Client(socket=sys.argv[1]) as client:
+    with Client(socket=sys.argv[1], resume_s=0.0) as client:
         try:
             client.hello("kvd-bench")
         except KvdClientError as error:

@@ -17,7 +17,7 @@ import pytest
 
 from kvd_client import AgentInfo, errors
 from kvd_client.stream import StreamEvent, Text
-from tests.support.daemon import Daemon, MakeDaemon, eventually, short_folder
+from tests.support.daemon import Daemon, MakeDaemon, ageless, eventually, short_folder
 from tests.support.prose import prose
 from tests.support.tiny_model import make_tiny_model
 
@@ -48,7 +48,7 @@ def pages_of(daemon: Daemon, agent: str) -> set[str]:
 
 def info_of(daemon: Daemon, agent: str) -> AgentInfo:
     """Its facts."""
-    return daemon.client.agent_info(agent)
+    return ageless(daemon.client.agent_info(agent))
 
 
 def test_five_turns_in_a_row_are_hits_while_others_decode(daemon: Daemon) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from kvd_client import AsyncClient, Client, GenerateResult, errors
 from kvd_client.stream import Text
-from tests.support.daemon import Daemon, short_folder
+from tests.support.daemon import Daemon, ageless, short_folder
 from tests.support.prose import prose
 from tests.support.tiny_model import make_tiny_model
 from tests.support.zygote import Zygote
@@ -306,7 +306,7 @@ def test_a_megabyte_line_is_refused_at_once_with_the_figures(daemon: Daemon) -> 
     """What no context holds is refused by its beginning, before anybody else has to wait for its encoding."""
     client = daemon.client
     client.inject("megabyte", "before")
-    info = client.agent_info("megabyte")
+    info = ageless(client.agent_info("megabyte"))
     for text in ("x" * (1 << 20), "before" + "👍🏽" * (1 << 17)):
         with pytest.raises(errors.ContextFull, match=f"at least .* the model's context of {CONTEXT}") as refused:
             client.generate("megabyte", text, max_tokens=1)
@@ -316,7 +316,7 @@ def test_a_megabyte_line_is_refused_at_once_with_the_figures(daemon: Daemon) -> 
         client.inject("megabyte", "y" * (1 << 20))
     with pytest.raises(errors.ContextFull, match="at least"):
         client.chat("megabyte", [{"role": "user", "content": "z" * (1 << 20)}])
-    assert client.agent_info("megabyte") == info
+    assert ageless(client.agent_info("megabyte")) == info
 
 
 def test_tokenize_says_how_much_it_takes(daemon: Daemon) -> None:
@@ -353,18 +353,18 @@ def test_error_at_the_limit_refuses_and_changes_nothing(daemon: Daemon) -> None:
     """The default refuses prompt + max_tokens over the limit with all figures; exactly the limit passes."""
     client, text = daemon.client, prose(1020, "limit-error")
     client.inject("limit-error", prose(500, "limit-error"))
-    before = client.agent_info("limit-error")
+    before = ageless(client.agent_info("limit-error"))
     for option in ({}, {"on_context_full": "error"}):
         with pytest.raises(errors.ContextFull, match="lower max_tokens, or send on_context_full: stop") as refused:
             client.generate("limit-error", text, max_tokens=5, **option)  # type: ignore[arg-type]
         assert refused.value.data == {"prompt_tokens": 1020, "max_tokens": 5, "context_tokens": CONTEXT}
-        assert client.agent_info("limit-error") == before
+        assert ageless(client.agent_info("limit-error")) == before
     over = prose(1025, "limit-error")
     with pytest.raises(errors.ContextFull, match="1025 prompt tokens"):
         client.generate("limit-error", over, max_tokens=1, on_context_full="stop")
     with pytest.raises(errors.ContextFull):
         client.inject("limit-error", prose(525, "limit-more"))
-    assert client.agent_info("limit-error") == before
+    assert ageless(client.agent_info("limit-error")) == before
     assert client.generate("limit-error", text, max_tokens=4).cached_tokens == 500
 
 

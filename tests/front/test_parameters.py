@@ -76,7 +76,7 @@ def call(client: Client, method: str, params: dict[str, Any]) -> None:
     if method not in ENDLESS:
         client.call(method, params)
         return
-    transport = client._connected()
+    transport = client.transport()
     number = transport.send_request(method, params, None)
     message = transport.next_message(number, 30.0)
     transport.cancel(number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -165,19 +164,9 @@ def test_a_text_begins_with_exactly_one_bos(codec: TextCodec) -> None:
     assert codec.encode_typed(own, at_start=True)[0].count(2) == 1
 
 
-def test_a_vocabulary_of_a_quarter_million_tokens_is_ready_soon(folder: Path) -> None:
-    """A start of the daemon must not wait for it: about 1.3 s on two cores, 5 at most on a busy machine."""
-    begin = time.process_time()
-    TextCodec.from_folder(folder)
-    assert time.process_time() - begin < 5
-
-
 @pytest.mark.parametrize("text", [" ".join(topics.values()).replace("\n", " "), "a" * 1_000_000, "中文世界" * 250_000])
-def test_a_megabyte_in_one_line_encodes_in_seconds(codec: TextCodec, text: str) -> None:
-    """SentencePiece sees a text as one word: time must not grow with its square (under 1 s here; 10 at most)."""
+def test_a_megabyte_in_one_line_encodes(codec: TextCodec, text: str) -> None:
+    """SentencePiece sees a text as one word: were time to grow with its square, this would run into the time limit."""
     text = (text * 3)[:1_000_000]
-    begin = time.process_time()
     ids = codec.encode_content(text)
-    lengths = codec.byte_lengths(ids, text.encode())
-    assert time.process_time() - begin < 10
-    assert sum(lengths) == len(text.encode())
+    assert sum(codec.byte_lengths(ids, text.encode())) == len(text.encode())

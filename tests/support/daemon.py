@@ -16,11 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvd_client import Client, KvdClientError
+from kvd_client import AgentInfo, Client, KvdClientError
 from tests.support.folders import short_base
 from tests.support.zygote import Forked, Zygote
 
@@ -35,6 +35,12 @@ def daemon_environment(**extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
     shared = {name: os.environ[name] for name in ("KVD_BLAS", "KVD_KERNEL_CACHE") if name in os.environ}
     return kept | shared | {"KVD_CONFIG": "", "KVD_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
+
+
+def ageless(info: AgentInfo) -> AgentInfo:
+    """An agent's facts but for those that tell how long ago something was."""
+    ages = ("used_s", "idle_s", "expires_s", "expires_in_s")
+    return replace(info, server={name: value for name, value in info.server.items() if name not in ages})
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 
 import pytest
 
@@ -184,17 +184,26 @@ def test_tokens_that_do_not_tile_the_text_are_refused(lengths: list[int], comput
         StoredText.of(typed(("content", "abc")), lengths, computed)
 
 
-def test_a_megabyte_is_compared_in_milliseconds() -> None:
+def test_a_megabyte_is_compared_in_a_few_calls() -> None:
     """P20: the cost of a long context is that of comparing memory, not of a loop over bytes or tokens."""
     body = "the quick brown fox " * 50_000
     kept = stored(("content", body), lengths=[4] * 250_000)
     prompt = typed(("content", body[:-3] + "X"))
-    best_s = min(_time_s(kept, prompt) for _ in range(5))
     assert match(kept, prompt).keep_tokens == 249_999
-    assert best_s < 0.02
+    assert _calls(kept, prompt) < 500
 
 
-def _time_s(kept: StoredText, prompt: TypedText) -> float:
-    start_s = time.perf_counter()
-    match(kept, prompt)
-    return time.perf_counter() - start_s
+def _calls(kept: StoredText, prompt: TypedText) -> int:
+    """Calls of functions, Python's own and others, that a comparison makes."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        match(kept, prompt)
+    finally:
+        sys.setprofile(None)
+    return calls
