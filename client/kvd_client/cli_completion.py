@@ -25,7 +25,10 @@ _PLAIN = re.compile(r"[\w.@%+=,:/-]+")
 
 
 def complete_agents(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of the daemon's agents that begin so; those of the gateway only when their beginning is there."""
+    """Names of agents that begin so, of the namespace in which the command acts: the client's own when none is said.
+
+    Those of the gateway come only when their beginning is there.
+    """
     from kvd_client.client import Client
     from kvd_client.errors import KvdClientError
     from kvd_client.paths import resolve_socket
@@ -33,7 +36,7 @@ def complete_agents(ctx: click.Context, _param: click.Parameter, incomplete: str
     try:
         socket = resolve_socket(_given(ctx, "socket"), _given(ctx, "data_dir"))
         with Client(socket, timeout_s=PATIENCE_S) as client:
-            found = client.agents(_given(ctx, "namespace"))
+            found = client.agents(_given(ctx, "namespace") or client.namespace)
     except (KvdClientError, OSError, ValueError):
         return []
     names = sorted({agent.agent for agent in found if agent.agent.startswith(incomplete)})

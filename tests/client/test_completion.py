@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,35 @@ from kvd_client.cli import cli
 from kvd_client.cli_completion import SHELLS
 from tests.front.service import FakeService, serving
 
-NAMES = ("alice", "albert", "bob", "gw:anonymous:1", "two words", "$(reboot)")
+NAMES = {
+    "default": ("alice", "albert", "bob", "gw:anonymous:1", "two words", "$(reboot)"),
+    "team": ("alice", "anton", "bella"),
+}
 
 
 class WithAgents(FakeService):
-    """Has agents with names of all kinds; those of the namespace `slow` take longer than a key press."""
+    """Has agents with names of all kinds, in two namespaces."""
 
     async def do_agent_list(self, params: Mapping[str, Any], context: CallContext) -> object:
         """As the daemon's."""
-        if params.get("namespace") == "slow":
-            return await self.until_cancelled("slow", context, emit=False)
-        return {"agents": [{"agent": name, "namespace": "default"} for name in NAMES]}
+        asked = params.get("namespace")
+        wanted = NAMES if asked is None else {asked: NAMES.get(asked, ())}
+        return {"agents": [{"agent": name, "namespace": of} for of, names in wanted.items() for name in names]}
 
 
 @pytest.fixture
-def service(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WithAgents]:
-    """A live server at the socket of KVD_DATA_DIR."""
+def here(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The socket that is meant where nothing is said; a daemon there may take its time, whatever keeps it busy."""
     monkeypatch.delenv("KVD_SOCKET", raising=False)
     monkeypatch.setenv("KVD_DATA_DIR", str(short_tmp))
-    with serving(short_tmp / "kvd.sock", WithAgents()) as service:
+    monkeypatch.setattr(cli_completion, "PATIENCE_S", 60.0)
+    return short_tmp / "kvd.sock"
+
+
+@pytest.fixture
+def service(here: Path) -> Iterator[WithAgents]:
+    """A live server there."""
+    with serving(here, WithAgents()) as service:
         assert isinstance(service, WithAgents)
         yield service
 
@@ -85,11 +96,28 @@ def test_where_the_daemon_is_counts(service: WithAgents, short_tmp: Path) -> Non
     assert completions(cli, "kvd-client show --data-dir b") == []
 
 
-def test_a_daemon_that_does_not_answer_is_left(service: WithAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_those_that_the_command_would_find(service: WithAgents) -> None:
+    """Those of the namespace in which it acts, said on either side of it or not at all; no other's name is shown."""
+    assert completions(cli, "kvd-client show a") == ["albert", "alice"]
+    assert completions(cli, "kvd-client events --agent a") == ["albert", "alice"]
+    assert completions(cli, "kvd-client --namespace team show a") == ["alice", "anton"]
+    assert completions(cli, "kvd-client show --namespace team ") == ["alice", "anton", "bella"]
+    assert completions(cli, "kvd-client --namespace default show --namespace team b") == ["bella"]
+    assert completions(cli, "kvd-client show --namespace nobodys ") == []
+
+
+def test_a_daemon_that_does_not_answer_is_left(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No names then, and no error in the middle of the line; the call is cancelled."""
     monkeypatch.setattr(cli_completion, "PATIENCE_S", 0.05)
-    assert completions(cli, "kvd-client --namespace slow show a") == []
-    assert service.was_cancelled.wait(10)
+    with socket.socket(socket.AF_UNIX) as listening:  # whose connections nobody takes
+        listening.bind(str(here))
+        listening.listen()
+        assert completions(cli, "kvd-client show a") == []
+        connection, _ = listening.accept()
+        with connection:
+            sent = connection.makefile("rb").read()
+    assert b"agent.list" in sent
+    assert b"cancel" in sent
 
 
 def test_names_of_models(tmp_path: Path) -> None:
