@@ -75,15 +75,20 @@ class AsyncGenerateStream:
             while not self._done:
                 transport = self._transport
                 assert transport is not None
+                again: Reconnected | None = None
                 try:
                     message = await transport.next_message(self._id, self._client.timeout_s)
                     if told.is_broken or not isinstance(message, StreamReceived):
-                        told.look(message, is_wanted=not self._is_cancelled)
+                        again = told.look(message, is_wanted=not self._is_cancelled)
                 except KvdClientError as error:
                     if transport.is_closed_here or self._has_ended():
                         raise
-                    yield await self._resume(told, transport, error)
+                    await self._resume(told, transport, error)
                     continue
+                if again is not None:
+                    yield again
+                    if self._has_ended():
+                        return
                 if not isinstance(message, StreamReceived):
                     self._done = True
                     transport.forget(self._id)
@@ -104,7 +109,7 @@ class AsyncGenerateStream:
         finally:
             self.close()
 
-    async def _resume(self, told: Told[GenerateResult], broken: AsyncTransport, error: KvdClientError) -> Reconnected:
+    async def _resume(self, told: Told[GenerateResult], broken: AsyncTransport, error: KvdClientError) -> None:
         """Send the call again, behind what it has told, as soon as there is a daemon."""
         broken.forget(self._id)
         while True:
@@ -122,7 +127,8 @@ class AsyncGenerateStream:
             except KvdClientError as caught:
                 error = caught
                 continue
-            return told.sent_again()
+            told.sent_again()
+            return
 
     def cancel(self) -> None:
         """Ask the daemon to stop at its next step; returns at once. The iteration goes on to its end."""

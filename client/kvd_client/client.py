@@ -68,15 +68,20 @@ class GenerateStream:
         try:
             while self._open:
                 transport, request_id = self._at
+                again: Reconnected | None = None
                 try:
                     message = transport.next_message(request_id, self._client.timeout_s)
                     if self._told.is_broken or not isinstance(message, StreamReceived):
-                        self._told.look(message, is_wanted=not self._left.is_set())
+                        again = self._told.look(message, is_wanted=not self._left.is_set())
                 except KvdClientError as error:
                     if transport.is_closed_here or not self._open:
                         raise
-                    yield self._resume(error)
+                    self._resume(error)
                     continue
+                if again is not None:
+                    yield again
+                    if not self._open:
+                        break
                 if isinstance(message, StreamReceived):
                     event = self._told.take(message.event)
                     if event is not None:
@@ -89,7 +94,7 @@ class GenerateStream:
         finally:
             self.close()
 
-    def _resume(self, error: KvdClientError) -> Reconnected:
+    def _resume(self, error: KvdClientError) -> None:
         """Send the call again, behind what it has told, as soon as there is a daemon."""
         while True:
             if self._left.wait(self._told.broke(error)):
@@ -102,7 +107,8 @@ class GenerateStream:
                 continue
             if self._left.is_set():  # it came between the two connections
                 self._at[0].cancel(self._at[1])
-            return self._told.sent_again()
+            self._told.sent_again()
+            return
 
     def cancel(self) -> None:
         """Ask the daemon to stop at its next step; thread safe, returns at once."""

@@ -57,13 +57,9 @@ class Told(Generic[T]):
         call: `generate` or `chat`.
         resume_s: seconds for which a broken stream looks for its daemon; 0: a break ends it.
         clock: monotonic seconds.
-
-    Attributes:
-        reconnects: how often the stream went on behind a break.
     """
 
     def __init__(self, call: Call[T], resume_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.reconnects = 0
         self._clock = clock
         self._began_s = clock()
         self._resume_s = resume_s if call.params.get("stream", True) else 0.0
@@ -152,37 +148,41 @@ class Told(Generic[T]):
         wait_s, self._wait_s = self._wait_s, min(max(2 * self._wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
         return wait_s
 
-    def sent_again(self) -> Reconnected:
-        """The call was sent over a new connection: what was told is skipped from here on."""
-        self.reconnects += 1
+    def sent_again(self) -> None:
+        """The call was sent over a new connection: what was told is skipped from here on. It may be refused yet."""
         self._told["text"] = self._told.get("text", 0) + self._text_told
         self._text_told = 0
         self._to_skip = {kind: count for kind, count in self._told.items() if count}
-        waited_s = 0.0 if self._broke_s is None else self._clock() - self._broke_s
-        return Reconnected(len(self._tokens), waited_s)
 
     @property
     def is_broken(self) -> bool:
         """The daemon has said nothing since the break."""
         return self._broke_s is not None
 
-    def look(self, message: StreamReceived | ResponseReceived, *, is_wanted: bool) -> None:
+    def look(self, message: StreamReceived | ResponseReceived, *, is_wanted: bool) -> Reconnected | None:
         """The daemon says something, after a break perhaps, which is over then.
 
         Args:
             message: what it says.
             is_wanted: the caller has not cancelled the call.
 
+        Returns:
+            What the reader is told before it: that the stream goes on. None: it was not broken, or it has failed.
+
         Raises:
             NotReady, Draining, Busy: behind a break, it cannot go on yet.
             Cancelled: nobody but a daemon that goes down has cancelled the call: that is a break.
         """
-        if isinstance(message, ResponseReceived) and message.error is not None:
-            name = message.error.name
+        error = message.error if isinstance(message, ResponseReceived) else None
+        if error is not None:
+            name = error.name
             goes_down = name == Cancelled.wire_name and is_wanted and self._call.params.get("timeout_s") is None
             if (goes_down and self._resume_s) or (self.is_broken and name in _COME_AGAIN):
-                raise remote_error(message.error)
-        self._broke_s = None
+                raise remote_error(error)
+        broke_s, self._broke_s = self._broke_s, None
+        if broke_s is None or error is not None:
+            return None
+        return Reconnected(len(self._tokens), self._clock() - broke_s)
 
 
 def _resumable(params: Mapping[str, object]) -> dict[str, object]:

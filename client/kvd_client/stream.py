@@ -44,11 +44,11 @@ class Resumed:
 class Reconnected:
     """The connection broke, and the stream goes on behind its last token: nothing comes twice, nothing is missing.
 
-    Made by the client, not sent by the daemon.
+    Made by the client, not sent by the daemon, when the daemon goes on with the call: once, however often it was asked.
 
     Attributes:
         tokens: told before the break.
-        waited_s: from the break until the call was sent again.
+        waited_s: from the break until the daemon went on.
     """
 
     type: ClassVar[str] = "reconnected"

@@ -1,14 +1,19 @@
-"""What a stream remembers, and how it goes on: pure, with a clock of its own."""
+"""What a stream remembers, and how it goes on: pure, with a clock of its own; then both clients with it."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd_client import calls
+from kvd import errors as daemon_errors
+from kvd.front import CallContext
+from kvd_client import AsyncClient, Client, calls, resume
 from kvd_client.errors import (
     Busy,
     CallTimeout,
@@ -20,8 +25,10 @@ from kvd_client.errors import (
     local_error,
 )
 from kvd_client.resume import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_BREAKS, Told
-from kvd_client.stream import Text
-from kvd_client.wire import ErrorObject, ResponseReceived
+from kvd_client.stream import Reconnected, Text
+from kvd_client.wire import ErrorObject, ResponseReceived, StreamReceived
+from tests.front.service import FakeService, serving
+from tests.front.test_server import on_loop
 
 
 class Clock:
@@ -200,6 +207,81 @@ def test_a_daemon_that_cannot_go_on_yet_is_asked_again() -> None:
         memory.broke(raised.value)
     memory.look(ResponseReceived(1, None, {}), is_wanted=True)
     assert not memory.is_broken
+
+
+def test_that_it_goes_on_is_told_once_the_daemon_does() -> None:
+    """Not at each sending: with its first message, and from the break on; a refusal is no going on."""
+    clock = Clock()
+    memory = told(clock)
+    queued = StreamReceived(1, {"type": "queued", "position": 1})
+    assert memory.look(queued, is_wanted=True) is None
+    memory.take({"type": "tokens", "ids": [5, 6]})
+    memory.broke(lost())
+    for _ in range(3):
+        clock.now_s += 2.0
+        memory.sent_again()
+        with pytest.raises(Busy):
+            memory.look(ResponseReceived(1, ErrorObject.of("busy", "later"), None), is_wanted=True)
+    assert memory.look(queued, is_wanted=True) == Reconnected(2, 6.0)
+    assert memory.look(queued, is_wanted=True) is None
+    memory.broke(lost())
+    assert memory.look(ResponseReceived(1, ErrorObject.of("not_resumable", "no"), None), is_wanted=True) is None
+
+
+class Refusing(FakeService):
+    """Says the beginning of an answer and waits; when asked again, has no room a few times, then says it all."""
+
+    async def do_generate(self, params: Mapping[str, Any], context: CallContext) -> object:
+        """As the daemon's."""
+        number = len(self.calls)
+        if 1 < number < 5:
+            raise daemon_errors.Busy("the queue is full", retry_after_s=0.0, queued=7)
+        context.emit(dict(MATCHED))
+        context.emit({"type": "tokens", "ids": [1]})
+        context.emit({"type": "text", "text": "Hel"})
+        if number == 1:
+            return await self.until_cancelled("broken", context, emit=False)
+        context.emit({"type": "text", "text": "lo"})
+        return {"text": "Hello", "finish_reason": "stop", "agent": "a", "durable": True}
+
+
+@pytest.fixture
+def path(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a server may listen; one that is away is looked for without long pauses."""
+    monkeypatch.setattr(resume, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(resume, "LONGEST_WAIT_S", 0.001)
+    return short_tmp / "s"
+
+
+HEARD = ["matched", "text", "reconnected", "text"]
+
+
+def test_tries_that_are_refused_are_no_events(path: Path) -> None:
+    """P2: whoever reads is told of the break once, by the client that blocks."""
+    heard: list[str] = []
+    with serving(path, Refusing()) as service, Client(path) as client, client.generate_stream("a", "x") as stream:
+        for event in stream:
+            heard.append(event.type)
+            if heard == HEARD[:2]:
+                stream._at[0]._socket.shutdown(socket.SHUT_RDWR)
+        assert stream.result.text == "Hello"
+        assert len(service.calls) == 5
+    assert heard == HEARD
+
+
+@on_loop
+async def test_tries_that_are_refused_are_no_events_of_the_async_client(path: Path) -> None:
+    """P2: the same, awaited."""
+    heard: list[str] = []
+    with serving(path, Refusing()):
+        async with AsyncClient(path) as client, client.generate_stream("a", "x") as stream:
+            async for event in stream:
+                heard.append(event.type)
+                if heard == HEARD[:2]:
+                    assert stream._transport is not None
+                    stream._transport._abort()
+            assert (await stream.result()).text == "Hello"
+    assert heard == HEARD
 
 
 def test_a_daemon_that_goes_down_breaks_its_streams() -> None:
