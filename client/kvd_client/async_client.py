@@ -12,8 +12,8 @@ from kvd_client import calls
 from kvd_client.async_subscription import AsyncSubscription
 from kvd_client.async_transport import AsyncTransport, connect
 from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
-from kvd_client.errors import Cancelled, KvdClientError
-from kvd_client.paths import resolve_socket
+from kvd_client.errors import CLOSED_HERE, Cancelled, KvdClientError, connection_lost
+from kvd_client.paths import resolve_socket, start_command
 from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
 from kvd_client.resume import RESUME_S, Told
 from kvd_client.stream import Reconnected, StreamEvent
@@ -35,6 +35,7 @@ class AsyncGenerateStream:
 
     def __init__(self, client: AsyncClient, call: Call[GenerateResult], resume_s: float) -> None:
         self._client, self._call, self._resume_s = client, call, resume_s
+        self._closings = client.closings
         self._transport: AsyncTransport | None = None
         self._progress: Progress[GenerateResult] | None = None
         self._told: Told[GenerateResult] | None = None
@@ -45,6 +46,7 @@ class AsyncGenerateStream:
 
     async def _start(self) -> tuple[Told[GenerateResult], Progress[GenerateResult]]:
         if self._told is None or self._progress is None:
+            self._closings = self._client.closings
             transport = await self._client.connect()
             self._told, self._progress = Told(self._call, self._resume_s), Progress(self._call)
             self._send(transport, self._told)
@@ -118,13 +120,14 @@ class AsyncGenerateStream:
                 raise calls.given_up()
             await asyncio.sleep(wait_s)
             try:
-                transport = await self._client.connect()
+                transport = await self._client.connect(self._closings)
                 if self._is_unwanted():
                     raise calls.given_up()
                 self._send(transport, told)
             except Cancelled:
                 raise
             except KvdClientError as caught:
+                self._client.check_open(self._closings)
                 error = caught
                 continue
             told.sent_again()
@@ -177,6 +180,9 @@ class AsyncClient:
         namespace: the sharing domain of agents named in calls that give none.
         timeout_s: seconds to wait for the connection and for each next message of a call; None waits.
         resume_s: seconds for which a broken stream looks for the daemon; 0: it raises `ConnectionLost`.
+
+    Attributes:
+        closings: how often it was closed; what was begun before a closing makes no connection after it.
     """
 
     def __init__(
@@ -191,6 +197,7 @@ class AsyncClient:
         self.resume_s = resume_s
         self.namespace = namespace
         self.timeout_s = timeout_s
+        self.closings = 0
         self._transport: AsyncTransport | None = None
         self._connecting = asyncio.Lock()
 
@@ -423,7 +430,11 @@ class AsyncClient:
     # ---- the connection ----
 
     async def close(self) -> None:
-        """Close the connection, which cancels what is in flight; a later call connects again."""
+        """Close the connection, which cancels what is in flight; a later call connects again.
+
+        A stream that looks for its daemon ends with `ConnectionLost`, within a second.
+        """
+        self.closings += 1
         transport, self._transport = self._transport, None
         if transport is not None:
             await transport.close()
@@ -434,18 +445,37 @@ class AsyncClient:
     async def __aexit__(self, *_exc: object) -> None:
         await self.close()
 
-    async def connect(self) -> AsyncTransport:
+    async def connect(self, closings: int | None = None) -> AsyncTransport:
         """The connection, made when there is none; calls do this by themselves.
 
+        Args:
+            closings: as they were when what needs it began; None: it begins now.
+
         Raises:
+            ConnectionLost: the client was closed since, or meanwhile.
             DaemonUnreachable: nobody answers.
         """
-        if self._transport is not None and self._transport.is_usable:
+        began = self.closings if closings is None else closings
+        if began == self.closings and self._transport is not None and self._transport.is_usable:
             return self._transport
         async with self._connecting:
+            self.check_open(began)
             if self._transport is None or not self._transport.is_usable:
-                self._transport = await connect(self.socket, self.timeout_s)
+                transport = await connect(self.socket, self.timeout_s)
+                if began != self.closings:  # meanwhile, when there was nothing to close
+                    await transport.close()
+                    self.check_open(began)
+                self._transport = transport
             return self._transport
+
+    def check_open(self, closings: int) -> None:
+        """For what began when the client had been closed so often, and is not to connect after another closing.
+
+        Raises:
+            ConnectionLost: it was closed since.
+        """
+        if closings != self.closings:
+            raise connection_lost(os.fspath(self.socket), CLOSED_HERE, start_command(self.socket))
 
     async def _run(self, call: Call[T]) -> T:
         transport = await self.connect()

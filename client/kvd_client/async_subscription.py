@@ -55,17 +55,15 @@ class AsyncSubscription:
         error: KvdClientError | None
         while not self._closed:
             try:
-                if self._transport is None:
-                    await self._open()
-                assert self._transport is not None
-                message = await self._transport.next_message(self._id, timeout_s)
+                transport = self._transport or await self._open()
+                message = await transport.next_message(self._id, timeout_s)
                 if isinstance(message, StreamReceived):
                     return self._course.take(message.event)
                 error = None if message.error is None else remote_error(message.error)
             except CallTimeout:
                 raise
             except KvdClientError as caught:
-                if not self._was_open:
+                if not self._was_open and not self._closed:
                     raise
                 error = caught
             if self._closed:
@@ -84,12 +82,16 @@ class AsyncSubscription:
         self._closed = True
         await self._drop()
 
-    async def _open(self) -> None:
+    async def _open(self) -> AsyncTransport:
         transport = await self._connect()
+        if self._closed:  # meanwhile, by another task, which saw no connection
+            await transport.close()
+            return transport
         transport.most_waiting = MOST_WAITING
         self._transport = transport
         self._id = transport.send_request(METHOD, self._course.params)
         self._was_open = True
+        return transport
 
     async def _drop(self) -> None:
         transport, self._transport = self._transport, None

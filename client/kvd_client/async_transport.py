@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from kvd_client.errors import CallTimeout, connection_lost, local_error, remote_error, unreachable
+from kvd_client.errors import CLOSED_HERE, CallTimeout, connection_lost, local_error, remote_error, unreachable
 from kvd_client.paths import start_command
 from kvd_client.transport import Failure, Message, check_owner, encode_request
 from kvd_client.wire import Connection, ErrorNotified, ProtocolError, ResponseReceived, StreamReceived
@@ -183,7 +183,7 @@ class AsyncTransport(asyncio.BufferedProtocol):
     async def close(self) -> None:
         """Close the connection; the daemon cancels what is in flight."""
         self.is_closed_here |= self._failure is None
-        self._fail(self._lost("the client closed the connection"))
+        self._fail(self._lost(CLOSED_HERE))
         if self._socket is not None:
             self._socket.close()
             await asyncio.shield(self._closed)

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from kvd_client import calls
 from kvd_client.calls import Call, ChatOptions, InjectOptions, Options, Progress
-from kvd_client.errors import KvdClientError
+from kvd_client.errors import CLOSED_HERE, KvdClientError, connection_lost
 from kvd_client.paths import resolve_socket, start_command
 from kvd_client.results import AgentInfo, ExportResult, GenerateResult, Health, InjectResult, Limits, Statistics
 from kvd_client.resume import RESUME_S, Told
@@ -41,13 +41,14 @@ class GenerateStream:
         self._result: GenerateResult | None = None
         self._open = False
         self._left = threading.Event()
+        self._closings = client.closings
         self._told = Told(call, resume_s)
         self._progress = Progress(call)
         self._at = self._send()
         self._open = True
 
     def _send(self) -> tuple[Transport, int]:
-        transport, call = self._client.transport(), self._told.call()
+        transport, call = self._client.transport(self._closings), self._told.call()
         return transport, transport.send_request(call.method, call.params, self._client.timeout_s)
 
     @property
@@ -103,6 +104,7 @@ class GenerateStream:
                 self._at[0].forget(self._at[1])
                 self._at = self._send()
             except KvdClientError as caught:
+                self._client.check_open(self._closings)
                 error = caught
                 continue
             if self._left.is_set():  # it came between the two connections
@@ -154,6 +156,9 @@ class Client:
         namespace: the sharing domain of agents named in calls that give none.
         timeout_s: seconds to wait for the connection and for each next message of a call; None waits.
         resume_s: seconds for which a broken stream looks for the daemon; 0: it raises `ConnectionLost`.
+
+    Attributes:
+        closings: how often it was closed; what was begun before a closing makes no connection after it.
     """
 
     def __init__(
@@ -168,6 +173,7 @@ class Client:
         self.resume_s = resume_s
         self.namespace = namespace
         self.timeout_s = timeout_s
+        self.closings = 0
         self._transport: Transport | None = None
         self._connecting = threading.Lock()
 
@@ -403,8 +409,12 @@ class Client:
     # ---- the connection ----
 
     def close(self) -> None:
-        """Close the connection, which cancels what is in flight; a later call connects again."""
+        """Close the connection, which cancels what is in flight; a later call connects again.
+
+        A stream that looks for its daemon ends with `ConnectionLost`, within a second.
+        """
         with self._connecting:
+            self.closings += 1
             transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
@@ -417,19 +427,34 @@ class Client:
     ) -> None:
         self.close()
 
-    def transport(self) -> Transport:
+    def transport(self, closings: int | None = None) -> Transport:
         """The connection, made when there is none; calls do this by themselves.
 
+        Args:
+            closings: as they were when what needs it began; None: it begins now.
+
         Raises:
+            ConnectionLost: the client was closed since.
             DaemonUnreachable: nobody answers.
         """
         with self._connecting:
+            if closings is not None:
+                self.check_open(closings)
             if self._transport is not None and not self._transport.is_usable():
                 self._transport.close()
                 self._transport = None
             if self._transport is None:
                 self._transport = self._make_transport()
             return self._transport
+
+    def check_open(self, closings: int) -> None:
+        """For what began when the client had been closed so often, and is not to connect after another closing.
+
+        Raises:
+            ConnectionLost: it was closed since.
+        """
+        if closings != self.closings:
+            raise connection_lost(os.fspath(self.socket), CLOSED_HERE, start_command(self.socket))
 
     def _make_transport(self) -> Transport:
         return Transport(self.socket, command=start_command(self.socket), timeout_s=self.timeout_s)

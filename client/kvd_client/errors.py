@@ -261,6 +261,9 @@ def no_socket(path: str) -> DaemonUnreachable:
     return DaemonUnreachable(text, socket=path, command="kvd serve")
 
 
+CLOSED_HERE = "the client closed the connection"
+
+
 def connection_lost(socket: str, reason: str, command: str) -> ConnectionLost:
     """The daemon at `socket` went away."""
     text = f"the kvd daemon at {socket} went away ({reason}); if it does not come back, start it with: {command}"

@@ -54,10 +54,8 @@ class Subscription:
         error: KvdClientError | None
         while not self._closed.is_set():
             try:
-                if self._transport is None:
-                    self._open()
-                assert self._transport is not None
-                message = self._transport.next_message(self._id, timeout_s)
+                transport = self._transport or self._open()
+                message = transport.next_message(self._id, timeout_s)
                 if isinstance(message, StreamReceived):
                     return self._course.take(message.event)
                 error = None if message.error is None else remote_error(message.error)
@@ -81,7 +79,7 @@ class Subscription:
         self._closed.set()
         self._drop()
 
-    def _open(self) -> None:
+    def _open(self) -> Transport:
         transport = self._connect()
         try:
             self._id = transport.send_request(METHOD, self._course.params, None)
@@ -89,6 +87,9 @@ class Subscription:
             transport.close()
             raise
         self._transport = transport
+        if self._closed.is_set():  # meanwhile, by another thread, which saw no connection
+            self._drop()
+        return transport
 
     def _drop(self) -> None:
         transport, self._transport = self._transport, None

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from kvd_client.errors import (
+    CLOSED_HERE,
     CallTimeout,
     ConnectionLost,
     KvdClientError,
@@ -183,7 +184,7 @@ class Transport:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a leader in poll, which closing alone would not
         with self._state:
             self.is_closed_here |= self._failure is None
-            self._fail(self._lost("the client closed the connection"))
+            self._fail(self._lost(CLOSED_HERE))
             while self._leading:
                 self._state.wait()
             self._socket.close()
@@ -278,7 +279,7 @@ class Transport:
         try:
             poll.register(self._socket, events)
         except ValueError as error:  # closed by another thread
-            raise OSError(errno.EBADF, "the client closed the connection") from error
+            raise OSError(errno.EBADF, CLOSED_HERE) from error
         return bool(poll.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
 
     def _fail(self, failure: Failure) -> Failure:

@@ -20,9 +20,13 @@ from kvd_client import (
     RemoteError,
     events,
 )
+from kvd_client.async_subscription import AsyncSubscription
+from kvd_client.async_transport import AsyncTransport, connect
 from kvd_client.errors import InvalidParams, remote_error
 from kvd_client.event_text import event_line, printable
 from kvd_client.events import EVENT_KINDS, Course
+from kvd_client.subscription import Subscription
+from kvd_client.transport import Transport
 from kvd_client.wire import ErrorObject
 from tests.front.service import FakeService, serving
 
@@ -176,6 +180,61 @@ def test_the_asyncio_client_does_the_same(path: Path) -> None:
         await client.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def served(path: Path) -> None:
+    """The server has taken all connections that were made so far: one left to its end would be a socket left open."""
+    with Client(path) as client:
+        assert client.health().ready
+
+
+def test_closed_while_it_connects_again(path: Path) -> None:
+    """P34: from another thread, when there is no connection to close: the one that comes is closed, and it ends."""
+    made: list[Transport] = []
+
+    def connect() -> Transport:
+        made.append(Transport(path, command="kvd serve", timeout_s=10))
+        if len(made) == 2:
+            subscription.close()
+        return made[-1]
+
+    with serving(path):
+        subscription = Subscription(connect, {"since": 13}, reconnect=True)
+        assert subscription.next(10).type == "subscribed"  # type: ignore[union-attr]
+        made[0].close()
+        assert subscription.next(10).type == "away"  # type: ignore[union-attr]
+        assert subscription.next(10) is None
+        assert len(made) == 2
+        assert made[1].is_closed_here
+        served(path)
+
+
+def test_closed_while_it_connects_in_asyncio(path: Path) -> None:
+    """P34: by another task, at the first connection or at a later one."""
+    made: list[AsyncTransport] = []
+
+    async def run(closed_at: int) -> None:
+        made.clear()
+
+        async def connecting() -> AsyncTransport:
+            made.append(await connect(path, 10))
+            if len(made) == closed_at:
+                await subscription.close()
+            return made[-1]
+
+        subscription = AsyncSubscription(connecting, {"since": 13}, reconnect=True)
+        for kind in ["subscribed", "away"][: 2 * closed_at - 2]:
+            assert (await subscription.next(10)).type == kind  # type: ignore[union-attr]
+            if kind == "subscribed":
+                made[0]._abort()
+        assert await subscription.next(10) is None
+        assert made[-1].is_closed_here
+
+    with serving(path):
+        for closed_at in (1, 2):
+            asyncio.run(asyncio.wait_for(run(closed_at), 60))
+            assert len(made) == closed_at
+        served(path)
 
 
 def test_events_that_are_not_taken_do_not_pile_up_in_an_asyncio_client(path: Path) -> None:

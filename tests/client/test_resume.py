@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,23 @@ from hypothesis import strategies as st
 
 from kvd import errors as daemon_errors
 from kvd.front import CallContext
-from kvd_client import AsyncClient, Client, calls, resume
+from kvd_client import AsyncClient, Client, GenerateStream, async_client, calls, resume
+from kvd_client.async_transport import AsyncTransport, connect
 from kvd_client.errors import (
+    CLOSED_HERE,
     Busy,
     CallTimeout,
     Cancelled,
     ConnectionLost,
     DaemonUnreachable,
+    KvdClientError,
     NotReady,
     NotResumable,
     local_error,
 )
 from kvd_client.resume import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_BREAKS, Told
 from kvd_client.stream import Reconnected, Text
+from kvd_client.transport import Transport
 from kvd_client.wire import ErrorObject, ResponseReceived, StreamReceived
 from tests.front.service import FakeService, serving
 from tests.front.test_server import on_loop
@@ -282,6 +288,97 @@ async def test_tries_that_are_refused_are_no_events_of_the_async_client(path: Pa
                     stream._transport._abort()
             assert (await stream.result()).text == "Hello"
     assert heard == HEARD
+
+
+def test_closing_the_client_ends_a_stream_that_looks_for_its_daemon(path: Path) -> None:
+    """P34: from another thread; no connection is made on a client that was closed, but by a later call."""
+    client, tries, ended = Client(path, resume_s=60.0), threading.Semaphore(0), list[Exception]()
+    make_transport = client._make_transport
+
+    def trying() -> Transport:
+        tries.release()
+        return make_transport()
+
+    def read(stream: GenerateStream) -> None:
+        try:
+            list(stream)
+        except KvdClientError as error:
+            ended.append(error)
+
+    with serving(path) as service:
+        stream = client.generate_stream("hangs", "x")
+        assert service.has_begun.wait(20)
+    client._make_transport = trying  # type: ignore[method-assign]
+    reader = threading.Thread(target=read, args=(stream,), daemon=True)
+    reader.start()
+    assert all(tries.acquire(timeout=20) for _ in range(3))
+    client.close()
+    reader.join(20)
+    assert not reader.is_alive()
+    (error,) = ended
+    assert isinstance(error, ConnectionLost)
+    assert CLOSED_HERE in str(error)
+    with serving(path):
+        assert client.health().ready
+        client.close()
+
+
+def test_a_stream_that_is_read_on_after_the_client_was_closed(path: Path) -> None:
+    """Its daemon went and the client was closed while the reader did something else: it makes no connection either."""
+    with serving(path) as service:
+        client = Client(path, timeout_s=20)
+        stream = client.generate_stream("hangs", "x")
+        assert service.has_begun.wait(20)
+        stream._at[0]._socket.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(ConnectionLost):  # the break is noticed
+            client.health()
+        client.close()
+        with pytest.raises(ConnectionLost):
+            list(stream)
+        assert client._transport is None
+        assert [method for method, _ in service.calls].count("generate") == 1
+
+
+@on_loop
+async def test_closing_the_async_client_ends_its_streams_and_connections(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P34: one that looks for its daemon, and one whose connection is made at that moment, as of any call."""
+    client, made = AsyncClient(path, resume_s=60.0), list[AsyncTransport]()
+    with serving(path):
+        stream = client.generate_stream("hangs", "x")
+        events = aiter(stream)
+        assert (await anext(events)).type == "first_token"
+    tried = asyncio.Event()
+
+    async def connect_and_tell(path: Path, timeout_s: float | None) -> AsyncTransport:
+        tried.set()
+        return await connect(path, timeout_s)
+
+    async def read_on() -> None:
+        async for _ in events:
+            pass
+
+    monkeypatch.setattr(async_client, "connect", connect_and_tell)
+    reading = asyncio.create_task(read_on())
+    await tried.wait()
+    await client.close()
+    with pytest.raises(ConnectionLost, match=CLOSED_HERE):
+        await asyncio.wait_for(reading, 20)
+
+    async def connect_and_close(path: Path, timeout_s: float | None) -> AsyncTransport:
+        made.append(await connect(path, timeout_s))
+        await client.close()
+        return made[-1]
+
+    monkeypatch.setattr(async_client, "connect", connect_and_close)
+    with serving(path):
+        with pytest.raises(ConnectionLost, match=CLOSED_HERE):
+            await client.health()
+        assert [each.is_usable for each in made] == [False]
+        monkeypatch.undo()
+        assert (await client.health()).ready
+        await client.close()
 
 
 def test_a_daemon_that_goes_down_breaks_its_streams() -> None:
