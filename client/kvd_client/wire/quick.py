@@ -6,7 +6,8 @@ numbers. `Quick` decodes them with `msgpack.Unpacker` under limits so tight that
 of `_MAX_CHILDREN` at most, the decoder's own stack of 1,024 levels, so a few dozen megabytes at the very worst and for
 a moment), and then walks the *objects* for what the protocol asks of the structure: kinds of values, text as keys,
 depth, number. A message that does not pass, for whatever reason, is not judged here: the scanner reads the same bytes
-again and says exactly what is wrong with them, or that nothing is.
+again and says exactly what is wrong with them, or that nothing is. The one thing that is not seen here is a value
+which a later one of the same key replaced: it is gone, whatever it was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgpack
 
 from kvd_client.wire.events import StreamReceived
 from kvd_client.wire.framing import WireLimits
+from kvd_client.wire.sendable import FLAT_VALUES, is_flat_map
 
 QUICK_BYTES: Final = 1 << 16
 """Most buffered bytes that are read this way: what a socket gives at once, several times over."""
@@ -30,8 +32,8 @@ _SCALARS: Final = frozenset({str, int, float, bool, type(None), bytes})
 
 
 def is_within(limits: WireLimits) -> bool:
-    """Whether nothing that is read this way can exceed these bounds."""
-    enough = limits.max_message_bytes >= QUICK_BYTES and limits.max_values >= _MAX_VALUES
+    """Whether nothing that is read this way can exceed these bounds: a value takes at least a byte."""
+    enough = limits.max_message_bytes >= QUICK_BYTES and limits.max_values >= QUICK_BYTES
     return enough and limits.max_depth >= _MAX_DEPTH
 
 
@@ -147,9 +149,9 @@ def _is_usual(message: list[Any]) -> bool:
     body = message[-1]
     if type(body) is list and len(body) == 1:
         body = body[0]
-    # a map of plain values, as nearly all are
-    if type(body) is dict and _TEXT.issuperset(map(type, body)) and _SCALARS.issuperset(map(type, body.values())):
-        return _SCALARS.issuperset(map(type, message[:-1])) and 2 * len(body) < _MAX_VALUES - 8
+    # a map of plain values and short lists, as nearly all are; it is less deep than `_MAX_DEPTH`
+    if type(body) is dict and is_flat_map(body) and _SCALARS.issuperset(map(type, message[:-1])):
+        return len(message) + 2 * len(body) + FLAT_VALUES <= _MAX_VALUES
     level: list[Any] = [message]
     count = 0
     for _ in range(_MAX_DEPTH):

@@ -16,6 +16,13 @@ from kvd_client.wire.framing import WireLimits
 
 _TEXT: Final = frozenset({str})
 _SCALARS: Final = frozenset({str, int, float, bool, type(None), bytes})
+_SHORT: Final = 8
+FLAT_VALUES: Final = _SHORT * _SHORT + 2
+"""Most values of a message with a flat map at its end, beyond its own elements and two for each key of the map: those
+of the lists, the message itself and a list around the map."""
+
+FLAT_DEPTH: Final = 4
+"""Its containers that may lie in one another: the message, a list, the map, a list in it."""
 
 
 def check_sendable(message: list[object], limits: WireLimits) -> None:
@@ -58,13 +65,23 @@ def _is_flat(message: list[object], limits: WireLimits) -> bool:
     body = message[-1]
     if type(body) is list and len(body) == 1:
         body = body[0]
-    if type(body) is not dict or 2 * len(body) + len(message) >= limits.max_send_values - 1:
+    if type(body) is not dict or len(message) + 2 * len(body) + FLAT_VALUES > limits.max_send_values:
         return False
-    if limits.max_send_depth < 3:
+    if limits.max_send_depth < FLAT_DEPTH:
         return False
-    if not _TEXT.issuperset(map(type, body)) or not _SCALARS.issuperset(map(type, body.values())):
-        return False
-    return _SCALARS.issuperset(map(type, message[:-1]))
+    return is_flat_map(body) and _SCALARS.issuperset(map(type, message[:-1]))
 
 
-__all__ = ["check_sendable"]
+def is_flat_map(body: dict[Any, Any]) -> bool:
+    """Whether a map has text as keys and plain values, of which a few may be short lists of plain values."""
+    if not _TEXT.issuperset(map(type, body)):
+        return False
+    if _SCALARS.issuperset(map(type, body.values())):
+        return True
+    lists = [value for value in body.values() if type(value) not in _SCALARS]
+    return len(lists) <= _SHORT and all(
+        type(each) is list and len(each) <= _SHORT and _SCALARS.issuperset(map(type, each)) for each in lists
+    )
+
+
+__all__ = ["FLAT_DEPTH", "FLAT_VALUES", "check_sendable", "is_flat_map"]
