@@ -23,11 +23,8 @@ from kvd.quant.conditioning import (
     write_private_file,
 )
 from kvd.quant.errors import ConditioningDamaged
-from kvd.quant.spec import NAMED_FORMATS, PageFormat, PageLayout
+from kvd.quant.spec import NAMED_FORMATS, UNCALIBRATED_FORMAT, PageFormat, PageLayout
 from kvd.scheduler.core import FormatBook
-
-UNCALIBRATED_FORMAT = "k8v4"
-"""What `auto` takes for a model nobody calibrated: safe on every model measured so far."""
 
 
 @dataclass(frozen=True, slots=True)

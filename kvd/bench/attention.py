@@ -26,7 +26,7 @@ from kvd.bench.text import technical_english
 from kvd.cli_options import attention_option, json_option, kv_format_option, model_options
 from kvd.errors import InvalidParams, KvdError
 from kvd.ids import FrameId
-from kvd.quant.spec import PAGE_TOKENS
+from kvd.quant.spec import PAGE_TOKENS, UNCALIBRATED_FORMAT
 
 if TYPE_CHECKING:
     from kvd.model.cache import SequenceCache
@@ -144,7 +144,7 @@ class _Paged:
         spec = loaded.spec
         calibration = load_calibration(loaded.folder.path, spec.fingerprint)
         constants = calibration.conditioning if calibration is not None else None
-        chosen = calibration.chosen if calibration is not None else "k8v4"
+        chosen = calibration.chosen if calibration is not None else UNCALIBRATED_FORMAT
         self.format_name = chosen if kv_format == "auto" else kv_format
         if self.format_name == "q4c" and constants is None:
             raise InvalidParams("q4c needs a calibration: run `kvd calibrate` first", parameter="kv-format")

@@ -15,17 +15,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from kvd.bench.cli import parse_lengths
 from kvd.cli_common import fail
-from kvd.cli_options import MODEL_HELP, complete_models, fixed_format_option, json_option, model_dir_option
+from kvd.cli_options import MODEL_HELP, complete_models, json_option, kv_format_option, model_dir_option
 from kvd.cli_types import SIZE
 from kvd.errors import KvdError
 from kvd.ids import Fingerprint
 from kvd.model.cache_spec import build_cache_spec
+from kvd.model.describe import stored_calibration
+from kvd.model.folder import ModelFolder
 from kvd.model.spec import ModelCacheSpec
 from kvd.ops.sizes import format_size
-from kvd.quant.spec import PAGE_TOKENS, PageLayout
+from kvd.quant.spec import PAGE_TOKENS, UNCALIBRATED_FORMAT, PageLayout
 from kvd.vm.budget import Budget
 from kvd.vm.window import first_seen_page, most_pages
 
@@ -117,6 +120,7 @@ class Report:
     Attributes:
         model: its name.
         kv_format: page format of every group.
+        kv_format_reason: why that one.
         budget_bytes: RAM for pages.
         token_bytes, fp16_token_bytes: of one token over all layers, in that format and in FP16.
         sliding_token_bytes: of `token_bytes`, those of layers with a window.
@@ -126,6 +130,7 @@ class Report:
 
     model: str
     kv_format: str
+    kv_format_reason: str
     budget_bytes: int
     token_bytes: int
     fp16_token_bytes: int
@@ -134,7 +139,9 @@ class Report:
     rows: tuple[Capacity, ...]
 
 
-def account(spec: ModelCacheSpec, kv_format: str, lengths: tuple[int, ...], budget_bytes: int) -> Report:
+def account(
+    spec: ModelCacheSpec, kv_format: str, lengths: tuple[int, ...], budget_bytes: int, reason: str = "chosen"
+) -> Report:
     """Count a model's pages both ways. Context lengths beyond the model's are left out.
 
     Args:
@@ -142,6 +149,7 @@ def account(spec: ModelCacheSpec, kv_format: str, lengths: tuple[int, ...], budg
         kv_format: a named page format, for every group.
         lengths: tokens of an agent.
         budget_bytes: RAM for pages.
+        reason: why that format, for whoever reads the report.
 
     Raises:
         InvalidParams: an unknown format, or one that does not fit the model's widths.
@@ -172,12 +180,35 @@ def account(spec: ModelCacheSpec, kv_format: str, lengths: tuple[int, ...], budg
             )
         )
     sliding = sum(each for each, window in zip(token_bytes, windows, strict=True) if window is not None)
-    return Report(spec.model_name, kv_format, budget_bytes, sum(token_bytes), fp16_bytes, sliding, windows, tuple(rows))
+    return Report(
+        model=spec.model_name,
+        kv_format=kv_format,
+        kv_format_reason=reason,
+        budget_bytes=budget_bytes,
+        token_bytes=sum(token_bytes),
+        fp16_token_bytes=fp16_bytes,
+        sliding_token_bytes=sliding,
+        windows=windows,
+        rows=tuple(rows),
+    )
 
 
 def known_spec(name: str) -> ModelCacheSpec:
     """The cache geometry of one of `SHAPES`."""
     return build_cache_spec(SHAPES[name], model_name=name, fingerprint=Fingerprint("0" * 32), item_bytes=2)
+
+
+def page_format_of(folder: ModelFolder, wanted: str) -> tuple[str, str]:
+    """The format that new agents of a model get, and why, as far as its folder tells without its weights.
+
+    Args:
+        folder: of the model; one that is not there counts as not calibrated.
+        wanted: `auto` or a named format.
+    """
+    if wanted != "auto":
+        return wanted, "chosen"
+    found = stored_calibration(folder)
+    return (UNCALIBRATED_FORMAT, "not calibrated") if found is None else (str(found["kv_format"]), "calibrated")
 
 
 def _layouts(spec: ModelCacheSpec, kv_format: str) -> list[PageLayout]:
@@ -190,8 +221,9 @@ def _lines(report: Report) -> list[str]:
     seen = "; ".join("all tokens" if window is None else f"{window} tokens" for window in report.windows)
     ratio = report.token_bytes / report.fp16_token_bytes
     lines = [
-        f"{report.model}, {report.kv_format}, budget {format_size(report.budget_bytes)}: {report.token_bytes} bytes a "
-        f"token ({ratio:.3f} of FP16), {report.sliding_token_bytes} of them in layers with a window; groups see {seen}",
+        f"{report.model}, {report.kv_format} ({report.kv_format_reason}), budget {format_size(report.budget_bytes)}: "
+        f"{report.token_bytes} bytes a token ({ratio:.3f} of FP16), {report.sliding_token_bytes} of them in layers "
+        f"with a window; groups of layers see: {seen}",
         "                all tokens of all layers          what the next step sees",
         " tokens   an agent  agents  agents FP16    an agent   running  agents",
     ]
@@ -209,15 +241,25 @@ def _lines(report: Report) -> list[str]:
     "names",
     multiple=True,
     type=click.Choice(sorted(SHAPES)),
-    help="Known shape; may be repeated [default: all of them, unless --model is given].",
+    help="Known shape, which need not be installed; may be repeated.",
 )
-@click.option("--model", "model_name", shell_complete=complete_models, help=MODEL_HELP)
+@click.option(
+    "--model",
+    "model_name",
+    envvar="KVD_MODEL",
+    show_envvar=True,
+    shell_complete=complete_models,
+    help=f"{MODEL_HELP} [default: all known shapes].",
+)
 @model_dir_option
 @click.option("--tokens", default="4096,8192,16384,32768", show_default=True, help="Context lengths, comma separated.")
-@fixed_format_option("q4")
+@kv_format_option
 @click.option("--budget", type=SIZE, default="10.2GB", show_default=True, help="RAM for pages.")
 @json_option
+@click.pass_context
 def capacity(
+    ctx: click.Context,
+    /,
     names: tuple[str, ...],
     model_name: str | None,
     model_dir: Path | None,
@@ -228,6 +270,11 @@ def capacity(
 ) -> None:
     """Bytes of an agent and agents in a budget: with all tokens of all layers, and with what the next step sees.
 
+    A group is the layers that see equally far back: all tokens, or a window of the latest ones. `an agent` is what one
+    takes that waits for its turn, `running` the most one needs while it runs (its window is wider by the tokens of a
+    step), `agents` how many are in RAM at once, one of them running; more than those are on disk. --kv-format auto is
+    what the model's calibration found, or without one k8v4, as `kvd serve` takes it.
+
     Example: kvd bench capacity --spec gemma3-12b --tokens 4096,32768
     """
     from kvd.model.paths import model_dir as models
@@ -235,12 +282,20 @@ def capacity(
 
     try:
         lengths = parse_lengths(tokens)
-        specs = [known_spec(name) for name in names or (() if model_name else sorted(SHAPES))]
+        root = models(model_dir)
+        if names and ctx.get_parameter_source("model_name") is not ParameterSource.COMMANDLINE:
+            model_name = None  # shapes were named on the spot: a model of the environment or the file is not meant
+        shapes = names or (() if model_name else sorted(SHAPES))
+        found = [(known_spec(name), ModelFolder(name, root / name)) for name in shapes]
         if model_name:
-            folder = resolve(model_name, models(model_dir))
+            folder = resolve(model_name, root)
             unknown = Fingerprint("0" * 32)  # of no interest here, and reading all weights takes time
-            specs.append(build_cache_spec(folder.config(), model_name=folder.name, fingerprint=unknown, item_bytes=2))
-        reports = [account(spec, kv_format, lengths, budget) for spec in specs]
+            spec = build_cache_spec(folder.config(), model_name=folder.name, fingerprint=unknown, item_bytes=2)
+            found.append((spec, folder))
+        reports = []
+        for spec, folder in found:
+            name, reason = page_format_of(folder, kv_format)
+            reports.append(account(spec, name, lengths, budget, reason))
     except KvdError as error:
         fail(error)
     if as_json:
@@ -249,4 +304,4 @@ def capacity(
     click.echo("\n\n".join("\n".join(_lines(report)) for report in reports))
 
 
-__all__ = ["SHAPES", "Capacity", "Report", "account", "capacity", "known_spec"]
+__all__ = ["SHAPES", "Capacity", "Report", "account", "capacity", "known_spec", "page_format_of"]

@@ -26,6 +26,8 @@ PAGE_TOKENS: Final = 256
 """Tokens of one page (the seed's block)."""
 
 NAMED_FORMATS: Final = ("q4", "q4c", "k8v4", "q8", "q2")
+UNCALIBRATED_FORMAT: Final = "k8v4"
+"""What `auto` takes for a model nobody calibrated: safe on every model measured so far."""
 """The formats `--kv-format` accepts beside `auto`, in no order of quality."""
 
 

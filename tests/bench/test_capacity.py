@@ -74,11 +74,32 @@ def test_the_command_prints_both_ways_for_shapes_and_folders(tmp_path: Path) -> 
     assert report["budget_bytes"] == 100_000_000
     late = report["rows"][1]
     assert late["resident_bytes"] < late["running_bytes"] < late["whole_bytes"]
-    table = CliRunner().invoke(bench, ["capacity", "--spec", "gemma3-12b", "--spec", "smollm2-135m"])
+    shapes = ["--spec", "gemma3-12b", "--spec", "smollm2-135m", "--model-dir", str(tmp_path)]
+    table = CliRunner().invoke(bench, ["capacity", *shapes], env={"KVD_MODEL": str(folder)})
     assert table.exit_code == 0
-    assert "gemma3-12b, q4, budget 10.2 GB" in table.stdout
+    assert "gemma3-12b, k8v4 (not calibrated), budget 10.2 GB" in table.stdout
+    assert "tiny" not in table.stdout, "shapes named on the spot win over the environment's model"
     assert "smollm2-135m" in table.stdout
     assert "llama3.1-8b" not in table.stdout
+
+
+def test_auto_is_what_the_calibration_found(tmp_path: Path) -> None:
+    """As for `kvd serve`, with its variables: the model's calibration, else k8v4; a format that is named wins."""
+    folder = make_tiny_gemma(tmp_path / "tiny")
+    scores = [{"format": "q8", "ratio": 1.0, "bytes_per_token": 1.0}]
+    (folder / "calibration.json").write_text(json.dumps({"chosen": "q8", "scores": scores}))
+    env = {"KVD_MODEL": "tiny", "KVD_MODEL_DIR": str(tmp_path)}
+
+    def chosen(*arguments: str, **more: str) -> tuple[str, str]:
+        result = CliRunner().invoke(bench, ["capacity", "--tokens", "300", "--json", *arguments], env={**env, **more})
+        assert result.exit_code == 0, result.output
+        (report,) = json.loads(result.stdout)["models"]
+        return report["kv_format"], report["kv_format_reason"]
+
+    assert chosen() == ("q8", "calibrated")
+    assert chosen("--kv-format", "auto", KVD_KV_FORMAT="q4") == ("q8", "calibrated")
+    assert chosen(KVD_KV_FORMAT="q4") == ("q4", "chosen")
+    assert chosen("--spec", "smollm2-135m") == ("k8v4", "not calibrated")
 
 
 @pytest.mark.parametrize("arguments", [["--tokens", "x"], ["--budget", "much"], ["--spec", "none"]], ids=str)
