@@ -38,7 +38,7 @@ RESUME_S = 30.0
 """Seconds for which a broken stream looks for its daemon: a restart takes a few, with a large model some more."""
 
 MAX_BREAKS = 3
-"""Breaks in a row without a new token, after which the stream ends with the last one."""
+"""Breaks in a row without a new token, each after the daemon had gone on, after which the stream ends with the last."""
 
 FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 1.0
@@ -134,7 +134,8 @@ class Told(Generic[T]):
         now_s = self._clock()
         if not self._resume_s or not isinstance(error, _CAN_HEAL):
             raise error
-        if isinstance(error, _BREAKS):
+        # one kill may break the next connection, too, if that was made while the process died: it is the same break
+        if isinstance(error, _BREAKS) and not self.is_broken:
             self._breaks = 1 if len(self._tokens) > self._tokens_at_break else self._breaks + 1
             self._tokens_at_break = len(self._tokens)
         if self._broke_s is None or self._cause is None:

@@ -187,6 +187,9 @@ def test_a_call_that_brings_the_daemon_down_is_not_sent_for_ever() -> None:
         for _ in range(MAX_BREAKS):
             memory.broke(lost())
             memory.sent_again()
+            memory.broke(lost())  # by the process that was dying: nobody has said anything since
+            memory.sent_again()
+            memory.look(StreamReceived(1, {"type": "queued", "position": 1}), is_wanted=True)
     with pytest.raises(ConnectionLost):
         memory.broke(lost())
 
