@@ -127,7 +127,7 @@ def test_agents_of_keys_that_come_later_have_an_end(
     """P25: those that an earlier run left in a namespace are adopted when its key comes, not at the next start."""
     monkeypatch.setattr("kvd.gateway.auth.LOOK_S", 0.0)
     monkeypatch.setattr("kvd.gateway.app.REAP_EVERY_S", 0.01)
-    scripted.listed = [{"namespace": name, "agent": "gw:user:old:1", "used_s": 0.0} for name in ("team", "other")]
+    scripted.listed = [{"namespace": name, "agent": "gw:user:old:1", "idle_s": 1e9} for name in ("team", "other")]
     path = key_file(tmp_path, f"{KEY} default\n")
     try:
         with gateway(scripted.path, keys=read_key_file(path), key_file=path):  # type: ignore[attr-defined]
