@@ -57,12 +57,46 @@ def test_windows_add_up(codec: TextCodec, seed: int, window: int) -> None:
     assert count_tokens(codec, prompt, window=window, overlap=150) == len(whole)
 
 
-@pytest.mark.parametrize("text", ["", "a" * 5000, " " * 5000, "\n" * 3000, "ab" * 2500, "the of " * 10], ids=repr)
-def test_texts_in_which_windows_find_no_step(codec: TextCodec, text: str) -> None:
-    """One endless word: windows are joined until they cover it, or meet where it repeats."""
-    prompt = typed(("content", text))
-    assert abs(count_tokens(codec, prompt, window=500, overlap=60) - len(codec.encode_content(text))) <= 1
-    assert count_tokens(codec, prompt, window=10_000) == len(codec.encode_content(text))
+ENDLESS = (
+    *(
+        "a" * 5000,
+        " " * 5000,
+        "\n" * 3000,
+        "ab" * 2500,
+        "abc" * 1500,
+        "é" * 3000,
+        "漢字" * 1500,
+        "1" * 3000,
+        "=-" * 2000,
+    ),
+    "".join(Random(7).choices("abcdefghijklmnopqrstuvwxyz", k=4000)),
+    "".join(Random(8).choices("ab", k=4000)),
+)
+"""Words longer than any overlap below: periodic ones of one and of several letters, white space, random ones."""
+
+
+@pytest.mark.parametrize(("window", "overlap"), [(500, 60), (700, 150), (1500, 300)])
+def test_texts_in_which_windows_find_no_step(codec: TextCodec, window: int, overlap: int) -> None:
+    """P40: endless words: windows are joined until they cover them, or meet where both say the same; exact always."""
+    for text in (*ENDLESS, ENDLESS[-2] + "a" * 3000, "the of " * 40 + ENDLESS[-2] + " of" * 900, "", "the"):
+        counted = count_tokens(codec, typed(("content", text)), window=window, overlap=overlap)
+        assert counted == len(codec.encode_content(text)), text[:20]
+
+
+def test_windows_of_an_endless_word_are_several(codec: TextCodec) -> None:
+    """Where it repeats they meet, and where they never meet they are joined: the counts above come from windows."""
+    seen: list[int] = []
+    encode = codec.encode_with_starts
+
+    def watched(text: str, *, content: bool) -> tuple[list[int], list[int]]:
+        seen.append(len(text))
+        return encode(text, content=content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "encode_with_starts", watched)
+        count_tokens(codec, typed(("content", "a" * 5000)), window=500, overlap=100)
+        assert len(seen) > 5
+        assert max(seen) < 5000
 
 
 def test_bos_counts_once(tiny_folder: Path) -> None:
