@@ -14,8 +14,8 @@
 - `top`: what `kvd-client top` does; `top_view` what it shows, `top_rates` what goes on per second, `top_screen` the
   terminal; `event_text`: events as lines.
 - `cli`, `cli_text`, `cli_agents`, `cli_watch`, `cli_common`: the `kvd-client` commands; `cli_show`: what they print for
-  people; `cli_wait`: what they say while nothing has come yet; `cli_lazy`: groups that import their commands on use;
-  `cli_completion`: completion in shells.
+  people; `cli_wait`: what they say while nothing has come yet; `cli_words`: the daemon's refusals in their words;
+  `cli_lazy`: groups that import their commands on use; `cli_completion`: completion in shells.
 
 May import msgpack, click (the commands only) and the standard library; never kvd, mlx or numpy. Importing the package
 loads none of its modules: each public name comes when it is first asked for, `AsyncClient` with asyncio alone.

@@ -20,7 +20,10 @@ COMMANDS: Final = {
         "kvd_client.cli_completion:completion",
         "Print the script that completes this program's commands, options and names in a shell.",
     ),
-    "drain": ("kvd_client.cli_agents:drain", "Let the daemon finish what runs and take no new work."),
+    "drain": (
+        "kvd_client.cli_agents:drain",
+        "Let the daemon finish what runs and take no new work until it is started again.",
+    ),
     "events": (
         "kvd_client.cli_watch:events",
         "Follow what happens: evictions, faults, misses with their reasons, turns, disk, limits.",
@@ -77,7 +80,8 @@ COMMANDS: Final = {
 def cli(context: click.Context, /, **given: object) -> None:
     """Talk to a kvd daemon: continue an agent's text, and look after its pages.
 
-    The daemon is found by --socket, --data-dir, KVD_SOCKET, KVD_DATA_DIR or the platform's default, in that order.
+    The daemon is found by --socket, --data-dir, KVD_SOCKET, KVD_DATA_DIR, what the configuration file (--config,
+    KVD_CONFIG, `kvd config path`) says of socket and data_dir, or the platform's default, in that order.
 
     Example: kvd-client generate alice --text "Once upon a time"
     """

@@ -306,7 +306,10 @@ def model(session: Session, /) -> None:
 @click.command()
 @with_session
 def drain(session: Session, /) -> None:
-    """Let the daemon finish what runs and take no new work.
+    """Let the daemon finish what runs and take no new work until it is started again.
+
+    There is no way back: it goes on running and refuses all work, until `kvd-client shutdown` and `kvd serve`. What it
+    knows can be looked at meanwhile.
 
     Example: kvd-client drain
     """

@@ -6,6 +6,7 @@ The client itself is imported when a command runs: `--help` and completion do wi
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -23,15 +24,22 @@ if TYPE_CHECKING:
 _JSON_ASKED = "kvd_client.json"
 """Key of click's shared `meta`: the command was asked for JSON, so its error line has every fact."""
 
+_COMMAND = "kvd_client.command"
+"""Key of the command that runs: its options are what an error line calls the protocol's parameters."""
+
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+_TEXTS = ("config", "data_dir", "socket", "namespace")
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """The shared options as given before the command's name."""
 
+    config: str | None = None
     data_dir: str | None = None
     socket: str | None = None
     namespace: str | None = None
@@ -40,7 +48,7 @@ class Defaults:
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Defaults:
         """From click's parameters."""
-        text = {key: str(given[key]) for key in ("data_dir", "socket", "namespace") if given.get(key) is not None}
+        text = {key: str(given[key]) for key in _TEXTS if given.get(key) is not None}
         return cls(**text, json=bool(given.get("as_json")))
 
 
@@ -60,10 +68,16 @@ class Session:
 
 
 def shared_options(command: F) -> F:
-    """Add --data-dir, --socket, --namespace and --json, which may stand before or after the command's name."""
+    """Add the options that find the daemon, --namespace and --json; they may stand before or after the command."""
     options: tuple[Callable[[F], F], ...] = (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         click.option("--namespace", metavar="NAME", help="Sharing domain of the agents [default: default]."),
+        click.option(
+            "--config",
+            metavar="FILE",
+            help="Configuration file that says where the daemon is, where nothing else does; an empty name means none "
+            "[env: KVD_CONFIG; default: kvd.toml in the user's configuration folder, if there].",
+        ),
         click.option(
             "--socket",
             metavar="PATH",
@@ -91,15 +105,17 @@ def with_session(command: Callable[..., None]) -> Callable[..., None]:
 
         outer = context.obj if isinstance(context.obj, Defaults) else Defaults()
         inner = Defaults.of(given)
-        for key in ("data_dir", "socket", "namespace", "as_json"):
+        for key in (*_TEXTS, "as_json"):
             given.pop(key)
         here = bool(inner.socket or inner.data_dir)  # what stands nearer to the command wins as a whole
         where = inner if here else outer
         namespace = inner.namespace or outer.namespace
-        socket = resolve_socket(where.socket, where.data_dir)
+        config = outer.config if inner.config is None else inner.config
+        socket = resolve_socket(where.socket, where.data_dir, environment(config))
         with Client(socket, namespace=namespace or "default") as client:
             session = Session(client, namespace, inner.json or outer.json)
             context.meta[_JSON_ASKED] = session.json
+            context.meta[_COMMAND] = context.command
             command(session, **given)
 
     run.__name__ = command.__name__
@@ -113,7 +129,8 @@ class ErrorExits(LazyGroup):
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  (click's signature)
         """Run the command."""
-        from kvd_client.errors import DaemonUnreachable, KvdClientError
+        from kvd_client.config_file import ConfigFileError
+        from kvd_client.errors import DaemonUnreachable, InvalidParams, InvalidText, KvdClientError
 
         try:
             return super().invoke(ctx)
@@ -121,11 +138,19 @@ class ErrorExits(LazyGroup):
             report(error.message)
             ctx.exit(EXIT_UNREACHABLE)
         except KvdClientError as error:
-            report(describe(error, for_programs=ctx.meta.get(_JSON_ASKED, False)))
-            ctx.exit(EXIT_FAILED)
+            command = ctx.meta.get(_COMMAND)
+            report(describe(error, for_programs=ctx.meta.get(_JSON_ASKED, False), command=command))
+            # the daemon knows ranges that no option states, such as what a size or a name may be
+            wrong_usage = isinstance(error, InvalidParams | InvalidText | ConfigFileError)
+            ctx.exit(EXIT_USAGE if wrong_usage else EXIT_FAILED)
         except KeyboardInterrupt:
             report("interrupted; the call was cancelled")
             ctx.exit(EXIT_INTERRUPTED)
+
+
+def environment(config: str | None) -> Mapping[str, str]:
+    """The environment in which the daemon is looked for: a file that was named on the spot replaces KVD_CONFIG."""
+    return os.environ if config is None else {**os.environ, "KVD_CONFIG": config}
 
 
 def report(message: str) -> None:
@@ -133,15 +158,19 @@ def report(message: str) -> None:
     click.echo(f"kvd-client: {message}", err=True)
 
 
-def describe(error: KvdClientError, *, for_programs: bool) -> str:
-    """One line: the message and when to try again; with --json also the error's name and facts."""
+def describe(error: KvdClientError, *, for_programs: bool, command: click.Command | None = None) -> str:
+    """One line: the message and when to try again; with --json also the error's name and facts.
+
+    People read the options of `command` where the message names parameters of the protocol; programs read the message.
+    """
+    from kvd_client.cli_words import command_words
     from kvd_client.errors import RemoteError
 
     if not isinstance(error, RemoteError):
         return error.message
     retry = "" if error.retry_after_s is None else f"; try again in {error.retry_after_s:g} s"
     if not for_programs:
-        return error.message + retry
+        return command_words(error, command) + retry
     facts = ", ".join(f"{key}={value}" for key, value in error.data.items())
     return f"{error.name}: {error.message}{f' ({facts})' if facts else ''}{retry}"
 

@@ -29,12 +29,13 @@ def complete_agents(ctx: click.Context, _param: click.Parameter, incomplete: str
 
     Those of the gateway come only when their beginning is there.
     """
+    from kvd_client.cli_common import environment
     from kvd_client.client import Client
     from kvd_client.errors import KvdClientError
     from kvd_client.paths import resolve_socket
 
     try:
-        socket = resolve_socket(_given(ctx, "socket"), _given(ctx, "data_dir"))
+        socket = resolve_socket(_given(ctx, "socket"), _given(ctx, "data_dir"), environment(_given(ctx, "config")))
         with Client(socket, timeout_s=PATIENCE_S) as client:
             found = client.agents(_given(ctx, "namespace") or client.namespace)
     except (KvdClientError, OSError, ValueError):

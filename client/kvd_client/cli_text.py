@@ -26,6 +26,7 @@ from kvd_client.cli_common import (
 from kvd_client.cli_completion import complete_agents
 from kvd_client.cli_show import seconds
 from kvd_client.cli_wait import waiting
+from kvd_client.cli_words import command_words
 from kvd_client.client import GenerateStream
 from kvd_client.errors import KvdClientError
 from kvd_client.logprobs import TokenLogprob
@@ -55,17 +56,19 @@ def sampling_options(command: F) -> F:
     options: tuple[Callable[[F], F], ...] = (
         click.option("--no-stream", is_flag=True, help="Print the text when it is complete, not as it is made."),
         click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."),
-        click.option("--seed", type=int, help="Makes sampling repeatable."),
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Makes sampling repeatable."),
         click.option(
             "--logprobs",
             type=click.IntRange(0, 20),
             help="Print each token's log-probability, and those of so many of the most likely tokens.",
         ),
-        click.option("--repetition-penalty", type=float, help="1 is off [default: 1]."),
-        click.option("--min-p", type=click.FloatRange(0, 1), help="Least probability relative to the best."),
-        click.option("--top-k", type=click.IntRange(0), help="Keep the most likely tokens; 0 keeps all."),
-        click.option("--top-p", type=click.FloatRange(0, 1), help="Nucleus sampling [default: 1, off]."),
-        click.option("--temperature", type=click.FloatRange(0), help="0 is greedy [default: 0]."),
+        click.option("--repetition-penalty", type=click.FloatRange(0.01, 100), help="1 is off [default: 1]."),
+        click.option(
+            "--min-p", type=click.FloatRange(0, 1, max_open=True), help="Least probability relative to the best."
+        ),
+        click.option("--top-k", type=click.IntRange(0, 2**63 - 1), help="Keep the most likely tokens; 0 keeps all."),
+        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling [default: 1, off]."),
+        click.option("--temperature", type=click.FloatRange(0, 100), help="0 is greedy [default: 0]."),
         click.option(
             "--on-context-full",
             type=click.Choice(["error", "stop"]),
@@ -75,7 +78,7 @@ def sampling_options(command: F) -> F:
         click.option(
             "--timeout",
             "timeout_s",
-            type=click.FloatRange(0, min_open=True),
+            type=click.FloatRange(0, 1_000_000, min_open=True),
             help="Seconds after which the daemon cancels the call and keeps what it computed.",
         ),
         click.option(
@@ -90,7 +93,7 @@ def sampling_options(command: F) -> F:
             help='JSON: the form of the answer, {"type": "json_object"} or {"type": "json_schema", '
             '"json_schema": {"schema": ...}}.',
         ),
-        click.option("--max-tokens", type=click.IntRange(0), help="Most new tokens [default: 256]."),
+        click.option("--max-tokens", type=click.IntRange(0, 1_000_000), help="Most new tokens [default: 256]."),
     )
     for option in options:
         command = option(command)
@@ -454,7 +457,7 @@ def _entry(result: InjectResult) -> dict[str, Any]:
 
 def _injected(result: InjectResult) -> str:
     if result.error is not None:
-        return f"{result.agent}: FAILED: {result.error.message}"
+        return f"{result.agent}: FAILED: {command_words(result.error, None)}"
     prefill_s = result.server.get("prefill_s")
     computed = f", computed in {seconds(prefill_s)}" if isinstance(prefill_s, int | float) else ""
     durable = "durable" if result.durable else f"NOT durable ({result.durable_reason or 'no reason given'})"
