@@ -5,6 +5,7 @@ May import kvd.launcher and kvd.cli, and the latter only after the launcher has 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,14 +23,20 @@ def needs_mlx(arguments: Sequence[str]) -> bool:
 
 
 def main() -> None:
-    """Run `kvd`."""
-    if needs_mlx(sys.argv[1:]):
-        outcome = launcher.prepare()
-        if outcome.warning:
-            print(f"kvd: warning: {outcome.warning}", file=sys.stderr)
-    from kvd.cli import main as cli_main
+    """Run `kvd`. Ctrl-C is one line and exit code 130, also while modules are being imported."""
+    try:
+        if needs_mlx(sys.argv[1:]):
+            outcome = launcher.prepare()
+            if outcome.warning:
+                print(f"kvd: warning: {outcome.warning}", file=sys.stderr)
+        from kvd.cli import main as cli_main
 
-    cli_main()
+        cli_main()
+    except KeyboardInterrupt:
+        print("kvd: interrupted", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but the interpreter's own end
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -58,6 +58,14 @@ class Commands(LazyGroup):
 
             add_defaults(ctx, name, loaded(command))
         return name, command, rest
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  (click's signature)
+        """Run the command; Ctrl-C is one line and exit code 130, where the command has no words of its own."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("kvd: interrupted", err=True)
+            ctx.exit(130)
 
 
 def _use_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:

@@ -69,3 +69,14 @@ def test_a_folder_that_cannot_be_made_is_named_as_what_it_is() -> None:
         unusable(PermissionError(13, "Permission denied", "/var/log/k"), Path("/d")) == "Permission denied: /var/log/k"
     )
     assert "/d" in unusable(OSError(28, "No space left on device"), Path("/d"))
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As documented, also for a command that has no words of its own for it; click alone would say 1 and `Aborted!`."""
+
+    def interrupted() -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvd.cli_config.default_config_file", interrupted)
+    result = CliRunner().invoke(main, ["--config", "", "config", "path"])
+    assert (result.exit_code, result.stderr) == (130, "kvd: interrupted\n")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+import os
+import signal
+import time
+from types import FrameType
+from typing import Final, NoReturn
 
 import click
 
 from kvd_client import __version__
-from kvd_client.cli_common import Defaults, ErrorExits, shared_options
+from kvd_client.cli_common import EXIT_INTERRUPTED, Defaults, ErrorExits, shared_options
 
 COMMANDS: Final = {
     "agents": ("kvd_client.cli_agents:agents", "List the agents, of all namespaces or of --namespace."),
@@ -66,6 +70,9 @@ COMMANDS: Final = {
 }
 """Where each command is, and the first sentence of its help."""
 
+PATIENCE_S: Final = 1.0
+"""What an interrupted command has to say goodbye to the daemon, whatever is pressed meanwhile."""
+
 
 @click.group(
     cls=ErrorExits,
@@ -88,9 +95,29 @@ def cli(context: click.Context, /, **given: object) -> None:
     context.obj = Defaults.of(given)
 
 
+def _interrupt_once(_signum: int, _frame: FrameType | None) -> NoReturn:
+    """The first Ctrl-C is an exception that cancels the call; the next one must not break into what that does.
+
+    Within `PATIENCE_S` it is taken as the same wish; after that the process ends where it is.
+    """
+    began_s = time.monotonic()
+
+    def again(_signum: int, _frame: FrameType | None) -> None:
+        if time.monotonic() - began_s > PATIENCE_S:
+            os._exit(EXIT_INTERRUPTED)
+
+    signal.signal(signal.SIGINT, again)
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Entry point of the `kvd-client` command."""
-    cli()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores it
+        signal.signal(signal.SIGINT, _interrupt_once)
+    try:
+        cli()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but the interpreter's own end
 
 
 if __name__ == "__main__":
