@@ -33,7 +33,7 @@ SNIPPET_CHARACTERS: Final = 40
 """Characters of text that a divergence shows of each side."""
 
 HALF: Final = 0.5
-"""The seed's threshold: a common part of less than this share of the stored text is named `below half`."""
+"""The seed's threshold: a common part of less than this share of the stored text is named `less than half`."""
 
 _COMPARE_BYTES: Final = 1 << 16
 
@@ -149,7 +149,7 @@ def match(stored: StoredText, prompt: TypedText) -> Match:
     ratio = matched / stored_bytes
     divergence = _divergence(stored, prompt, matched)
     verb = "prompt ended" if divergence.prompt_kind is None else "diverged"
-    reason = f"{verb} at byte {divergence.position_bytes} (matched {int(100 * ratio)} %)"
+    share = f"matched {int(100 * ratio)} % of the stored text{'' if ratio >= HALF else ', less than half'}"
     return Match(
         kind="diverge",
         keep_tokens=keep_tokens,
@@ -157,7 +157,7 @@ def match(stored: StoredText, prompt: TypedText) -> Match:
         computed_tokens=min(keep_tokens, stored.computed_tokens),
         matched_bytes=matched,
         matched_ratio=ratio,
-        reason=reason if ratio >= HALF else f"{reason}, below half",
+        reason=f"{verb} at byte {divergence.position_bytes} ({share})",
         divergence=divergence,
     )
 

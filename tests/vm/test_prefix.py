@@ -54,7 +54,7 @@ def test_a_divergence_cuts_back_to_a_token_and_tells_where() -> None:
     """The seventh byte of the content differs: the token before it is kept."""
     found = match(HELLO, typed(("control", "<s>"), ("content", "hello, you")))
     assert (found.kind, found.keep_tokens, found.keep_bytes, found.matched_bytes) == ("diverge", 2, 8, 8)
-    assert found.reason == "diverged at byte 8 (matched 57 %)"
+    assert found.reason == "diverged at byte 8 (matched 57 % of the stored text)"
     assert found.divergence is not None
     assert (found.divergence.expected, found.divergence.found) == (" world", ", you")
     assert (found.divergence.position_chars, found.divergence.token) == (8, 2)
@@ -65,7 +65,7 @@ def test_a_prompt_that_is_a_strict_prefix_matches_wholly_and_keeps_whole_tokens(
     """`hel` is all of the prompt's content, but its token ends later: only the control token is kept."""
     found = match(HELLO, typed(("control", "<s>"), ("content", "hel")))
     assert (found.kind, found.matched_bytes, found.keep_tokens, found.keep_bytes) == ("diverge", 6, 1, 3)
-    assert found.reason == "prompt ended at byte 6 (matched 42 %), below half"
+    assert found.reason == "prompt ended at byte 6 (matched 42 % of the stored text, less than half)"
     assert found.divergence is not None
     assert (found.divergence.found, found.divergence.prompt_kind) == ("", None)
 
@@ -73,9 +73,12 @@ def test_a_prompt_that_is_a_strict_prefix_matches_wholly_and_keeps_whole_tokens(
 def test_the_half_rule_only_names_the_match() -> None:
     """Below half of the stored text, tokens are kept all the same."""
     found = match(stored(("content", "abcdefgh")), typed(("content", "abcX")))
-    assert (found.keep_tokens, found.reason) == (3, "diverged at byte 3 (matched 37 %), below half")
+    assert (found.keep_tokens, found.reason) == (
+        3,
+        "diverged at byte 3 (matched 37 % of the stored text, less than half)",
+    )
     found = match(stored(("content", "abcdefgh")), typed(("content", "abcdX")))
-    assert (found.keep_tokens, found.reason) == (4, "diverged at byte 4 (matched 50 %)")
+    assert (found.keep_tokens, found.reason) == (4, "diverged at byte 4 (matched 50 % of the stored text)")
 
 
 def test_control_text_matches_only_control_text() -> None:
