@@ -6,7 +6,7 @@ own type and the command never knows. The file is checked as a whole before any 
 and a value that its option refuses are errors that name file and key, not settings that silently do nothing.
 
 At the top of the file stand the options that many commands share (`SHARED`); a table for a command holds its others.
-May import click, kvd.config, kvd.errors, kvd.model.paths, kvd_client.
+May import click, kvd.cli_types, kvd.config, kvd.errors, kvd.model.paths, kvd_client.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
+from kvd.cli_types import ShareType, SizeType, WriteLimit
 from kvd.config import ConfigError
 from kvd.errors import KvdError
-from kvd.ops.sizes import format_size
+from kvd.ops.sizes import format_size, parse_size
 from kvd_client.cli_lazy import loaded
 from kvd_client.config_file import (
     ConfigFileError,
@@ -201,21 +202,26 @@ def config() -> None:
 
 
 @config.command("path")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: the file, and whether it is read.")
 @click.pass_context
-def path_command(ctx: click.Context) -> None:
+def path_command(ctx: click.Context, as_json: bool) -> None:
     """Print the file that is read, or would be if it existed.
 
     Example: ${EDITOR:-vi} "$(kvd config path)"
     """
     used = config_path(ctx)
-    click.echo(str(used or default_config_file()))
+    file = str(used or default_config_file())
+    click.echo(json.dumps({"file": file, "read": used is not None}) if as_json else file)
 
 
 @config.command("show")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def show(ctx: click.Context, as_json: bool) -> None:
-    """Print every setting that `kvd serve` would take now, and where its value came from.
+    """Print every setting that `kvd serve` and `kvd gateway` would take now, and where its value came from.
+
+    Values are written as the file and the options take them, a folder with ~ as the path that it means; `-` is a
+    setting without a value. --json has sizes in bytes and percentages as parts of 1.
 
     Example: kvd config show --json
     """
@@ -225,7 +231,7 @@ def show(ctx: click.Context, as_json: bool) -> None:
     rows = {table: list(_settings(root, command_of(root.command, table), table)) for table in TABLES}
     if as_json:
         facts = {
-            table: {name: {"value": _plain(value), "source": source} for name, value, source in found}
+            table: {name: {"value": _plain(value), "source": source} for name, value, source, _ in found}
             for table, found in rows.items()
         }
         click.echo(json.dumps({"file": None if used is None else str(used), **facts}))
@@ -233,14 +239,14 @@ def show(ctx: click.Context, as_json: bool) -> None:
     click.echo(f"file: {used}" if used else f"file: none ({default_config_file()} does not exist)")
     for table, found in rows.items():
         click.echo(f"[{table}]")
-        lines = [(name, _shown(value), source) for name, value, source in found]
+        lines = [(name, _shown(value, param.type), source) for name, value, source, param in found]
         first, second = (max(len(line[at]) for line in lines) for at in (0, 1))
         for name, value, source in lines:
             click.echo(f"  {name:{first}}  {value:{second}}  {source}")
 
 
-def _settings(root: click.Context, command: click.Command, table: str) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and source of each setting of a command that gets no flags."""
+def _settings(root: click.Context, command: click.Command, table: str) -> Iterator[tuple[str, Any, str, click.Option]]:
+    """Name, value, source and option of each setting of a command that gets no flags."""
     try:
         inner = command.make_context(table, [], parent=root)
     except click.UsageError as error:  # an environment variable that the option refuses
@@ -257,7 +263,7 @@ def _settings(root: click.Context, command: click.Command, table: str) -> Iterat
                 source = f"file {root.meta.get(_FILE)}"
             case _:
                 source = "default"
-        yield name, _effective(name, values[name], values), source
+        yield name, _effective(name, values[name], values), source, param
 
 
 def _effective(name: str, value: object, before: Mapping[str, Any]) -> object:
@@ -282,14 +288,32 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, kind: object) -> str:
+    """A value as its option, of the type `kind`, takes it."""
+    if isinstance(kind, WriteLimit):
+        return f"{_size(value)}/min" if isinstance(value, int) else "off"
     if value is None or value == ():
         return "-"
     if isinstance(value, tuple | list):
-        return ", ".join("=".join(map(_shown, each)) if isinstance(each, tuple) else str(each) for each in value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 100_000:
-        return format_size(value)
-    return str(value)
+        return ", ".join(f"{each[0]}={_size(each[1])}" if isinstance(each, tuple) else str(each) for each in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(kind, ShareType) and isinstance(value, float):
+        return f"{100 * value:.12g}%"
+    if isinstance(kind, SizeType | ShareType) and isinstance(value, int):
+        return _size(value)
+    return f"{value:g}" if isinstance(value, float) and value < 1e6 else str(value)
+
+
+def _size(size_bytes: int) -> str:
+    """A size without loss: `10.2GB`, `8MiB`, or plain bytes where neither is exact."""
+    decimal = format_size(size_bytes).replace(" ", "")
+    if parse_size(decimal) == size_bytes:
+        return decimal
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size_bytes % 1024**power == 0:
+            return f"{size_bytes // 1024**power}{unit}"
+    return str(size_bytes)
 
 
 __all__ = [

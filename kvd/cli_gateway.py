@@ -80,6 +80,7 @@ DEFAULT_LISTEN = "127.0.0.1:8787"
 )
 @click.option("--list-rules", is_flag=True, help="Print the canonicalisation rules and exit.")
 @click.option("--list-identities", is_flag=True, help="Print what names a request's agent, in order, and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with --list-rules and --list-identities.")
 @click.option(
     "--max-body",
     envvar="KVD_GATEWAY_MAX_BODY",
@@ -169,6 +170,7 @@ def gateway(
     rule_off: tuple[str, ...],
     list_rules: bool,
     list_identities: bool,
+    as_json: bool,
     max_body: int,
     default_max_tokens: int,
     anonymous_ttl_s: float,
@@ -202,6 +204,16 @@ def gateway(
     from kvd.gateway.settings import host_names
     from kvd_client.paths import resolve_socket
 
+    if as_json and not (list_rules or list_identities):
+        raise click.UsageError("--json goes with --list-rules or --list-identities")
+    if as_json:
+        facts: dict[str, object] = {}
+        if list_rules:
+            facts["rules"] = [{"name": r.name, "default": r.default, "summary": r.summary} for r in RULES]
+        if list_identities:
+            facts["identities"] = [{"name": name, "summary": summary} for name, summary in SOURCES]
+        click.echo(json.dumps(facts))
+        return
     if list_rules or list_identities:
         rows = [(r.name, "on" if r.default else "off", r.summary) for r in RULES] if list_rules else []
         rows += [(name, "", summary) for name, summary in SOURCES] if list_identities else []

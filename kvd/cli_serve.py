@@ -32,6 +32,9 @@ from kvd.config import (
     DEFAULT_QUOTA_BYTES,
     EVICTION,
     MAX_BATCH,
+    MAX_CHUNK_TOKENS,
+    MAX_DECODE_SHARE,
+    MAX_DRAIN_GRACE_S,
     PREFETCH,
     SHARING,
     SWAP,
@@ -76,7 +79,7 @@ from kvd_client.paths import default_data_dir, default_socket
 @click.option(
     "--chunk",
     "chunk_tokens",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_CHUNK_TOKENS),
     envvar="KVD_CHUNK",
     show_envvar=True,
     default=512,
@@ -103,7 +106,7 @@ from kvd_client.paths import default_data_dir, default_socket
 )
 @click.option(
     "--decode-share",
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, MAX_DECODE_SHARE),
     envvar="KVD_DECODE_SHARE",
     show_envvar=True,
     default=0.5,
@@ -164,7 +167,7 @@ from kvd_client.paths import default_data_dir, default_socket
 @click.option(
     "--drain-grace",
     "drain_grace_s",
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, MAX_DRAIN_GRACE_S),
     envvar="KVD_DRAIN_GRACE",
     show_envvar=True,
     default=30.0,

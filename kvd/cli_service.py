@@ -113,7 +113,13 @@ def logs(lines: int, follow: bool) -> None:
 
     Example: kvd service logs -n 20 -f
     """
-    command = manager().logs_command(lines=lines, follow=follow)
+    chosen = manager()
+    if not chosen.status().installed:
+        click.echo(
+            "kvd: no service is installed, so there is no log of one; install it with: kvd service install", err=True
+        )
+        sys.exit(1)
+    command = chosen.logs_command(lines=lines, follow=follow)
     try:
         sys.exit(subprocess.run(command, check=False).returncode)
     except FileNotFoundError:

@@ -190,3 +190,41 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     big.write_text("#" * (1 << 20) + "\n")
     with pytest.raises(ConfigFileError, match="more than"):
         read_config_file(big)
+
+
+def test_values_are_shown_as_they_are_written(tmp_path: Path) -> None:
+    """What `config show` prints can be given back: sizes without loss, percentages, `off`, `true`."""
+    file = tmp_path / "kvd.toml"
+    file.write_text(
+        '[serve]\nbudget = "1GiB"\nquota = 1234567891\npin_limit = "40%"\nnamespace_quota = ["a=b=4GB"]\ncheck = true\n'
+        '[gateway]\nmax_body = "8MiB"\ndefault_max_tokens = 1000000\n'
+    )
+    text = _run("--config", str(file), "config", "show").output
+    shown = {line.split()[0]: line.split()[1] for line in text.splitlines() if line.startswith("  ")}
+    assert shown["budget"] == "1GiB"
+    assert shown["quota"] == "1234567891"
+    assert (shown["pin_limit"], shown["write_limit"], shown["check"]) == ("40%", "off", "true")
+    assert (shown["namespace_quota"], shown["max_body"]) == ("a=b=4GB", "8MiB")
+    assert (shown["default_max_tokens"], shown["drain_grace"]) == ("1000000", "30")
+    limited = _run("--config", "", "config", "show", env={"KVD_WRITE_LIMIT": "500MB/min"}).output
+    assert "500MB/min" in limited
+
+
+def test_the_file_for_programs(file: Path) -> None:
+    """`config path --json`: the file, and whether it is read."""
+    assert json.loads(_run("--config", str(file), "config", "path", "--json").output) == {
+        "file": str(file),
+        "read": True,
+    }
+    assert json.loads(_run("--config", "", "config", "path", "--json").output)["read"] is False
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--decode-share", "0.96"), ("--chunk", "513"), ("--drain-grace", "1e6")]
+)
+def test_ranges_of_serve_are_stated_by_its_options(option: str, value: str) -> None:
+    """The help shows the most that is taken, and what is beyond it is refused by the option's name, exit code 2."""
+    refused = _run("serve", option, value)
+    assert refused.exit_code == 2
+    assert f"'{option}'" in refused.output
+    assert "range" in refused.output

@@ -123,7 +123,7 @@ LAYERS = {
     "kvd.cli_demo": Row("kvd kvd_client", "click rich"),
     "kvd.cli_serve": Row("kvd kvd_client", "click"),
     "kvd.reloading": Row("kvd.config kvd.errors kvd.ids kvd.scheduler.limits"),
-    "kvd.cli_config": Row("kvd.config kvd.errors kvd.model.paths kvd.ops.sizes kvd_client", "click"),
+    "kvd.cli_config": Row("kvd.cli_types kvd.config kvd.errors kvd.model.paths kvd.ops.sizes kvd_client", "click"),
     "kvd.cli_service": Row("kvd.cli_common kvd.cli_config kvd.cli_options kvd.errors kvd.ops kvd_client", "click"),
     "kvd.cli_gateway": Row(
         "kvd.cli_config kvd.cli_options kvd.cli_types kvd.config kvd.ops kvd.gateway kvd_client.paths", "click"

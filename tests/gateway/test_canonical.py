@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -136,6 +137,10 @@ def test_rules_can_be_switched_off(served: Served, scripted: ScriptedDaemon) -> 
 def test_rules_are_listed() -> None:
     """`kvd gateway --list-rules` has each with its default; a wrong name is refused with exit code 2."""
     listed = CliRunner().invoke(main, ["gateway", "--list-rules", "--list-identities"]).output
+    facts = json.loads(CliRunner().invoke(main, ["gateway", "--list-rules", "--list-identities", "--json"]).output)
+    assert [rule["name"] for rule in facts["rules"]] == [rule.name for rule in RULES]
+    assert facts["identities"]
+    assert CliRunner().invoke(main, ["gateway", "--json"]).exit_code == 2
     assert all(rule.name in listed and rule.summary in listed for rule in RULES)
     assert all(source in listed and words in listed for source, words in SOURCES)
     refused = CliRunner().invoke(main, ["gateway", "--rule-on", "clock", "--listen", "127.0.0.1:0"])

@@ -287,6 +287,8 @@ def test_the_command_installs_what_serve_would_do(cli: Callable[..., Any], tmp_p
 def test_status_and_uninstall_by_command(cli: Callable[..., Any], tmp_path: Path) -> None:
     """Exit code 1 unless it runs; JSON has the manager's words; refusals are one line."""
     assert "kvd service install" in cli("service", "status").output
+    logs = cli("service", "logs")
+    assert (logs.exit_code, "no service is installed" in logs.output) == (1, True), "an empty log would say nothing"
     assert cli("service", "install").exit_code == 0
     status = cli("service", "status", "--json")
     facts = json.loads(status.output)
