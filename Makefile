@@ -22,7 +22,7 @@ help:
 	@echo "make torture kill -9 by the hundred under load, flipped bits by the thousand; about half an hour"
 	@echo "make check   format, lint, types, layers, documentation, file sizes"
 	@echo "make format  rewrite the sources as 'make check' wants them"
-	@echo "make bench   the figures the README quotes"
+	@echo "make bench   the tables of figures in the README, and its figures of several agents; takes long"
 	@echo "make browser-deps  Chromium for the tests of the page: by apt, as root, on Debian; else says why not"
 	@echo "make clean   remove .venv and every generated file"
 
@@ -80,8 +80,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/kvd bench ppl
-	$(BIN)/kvd bench ttft
+	$(BIN)/kvd bench attention --tokens 1024,4096,7168 --repeats 1
+	$(BIN)/kvd bench ttft --tokens 1024,4096
+	$(BIN)/kvd bench ttft --tokens 7168 --repeats 1
+	$(BIN)/kvd bench ppl --formats q4,q4c,k8v4,q8,q2
+	$(BIN)/kvd bench serve --repeats 1
 
 clean:
 	rm -rf $(VENV) build dist client/build client/dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

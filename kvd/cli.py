@@ -14,8 +14,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 COMMANDS: Final = {
     "bench": (
         "kvd.bench.cli:bench",
-        "Measure speed (attention, swap), perplexity (ppl), first token (ttft), forks (fork), agents (serve), "
-        "calls (rpc).",
+        "Measure speed, memory and quality, and prove that nothing is lost.",
     ),
     "calibrate": (
         "kvd.cli_model:calibrate",
@@ -95,7 +94,7 @@ def _use_file(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     help="Settings in TOML; an empty name means none [default: kvd.toml in the user's configuration folder, if there].",
 )
 def main() -> None:
-    """Virtual memory for agents' attention state.
+    """Virtual memory for agents' attention state: what a model keeps of each token it has read (its KV cache).
 
     `kvd serve` runs the daemon, `kvd model` manages models, `kvd demo` shows what it does in half a minute,
     `kvd bench` measures it. `kvd config` says what is set. Talk to a running daemon with `kvd-client`.

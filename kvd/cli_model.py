@@ -105,7 +105,7 @@ def pull_command(
 
 
 @model.command("import")
-@click.argument("gguf", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("gguf", metavar="FILE", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--name", help="Name to install under [default: the file's name].")
 @_dtype_option
 @_calibration_option
@@ -120,7 +120,7 @@ def import_command(
     model_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Convert the GGUF file of a supported architecture and install it.
+    """Convert FILE, a GGUF file of a supported architecture, and install it.
 
     Example: kvd model import ~/model.gguf --name mine
     """

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from kvd.cli import main
 from kvd.cli_common import unusable
 from kvd_client.cli_lazy import loaded
+from tests.test_docs import all_commands
 
 
 def helped(*words: str) -> str:
@@ -80,3 +81,14 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("kvd.cli_config.default_config_file", interrupted)
     result = CliRunner().invoke(main, ["--config", "", "config", "path"])
     assert (result.exit_code, result.stderr) == (130, "kvd: interrupted\n")
+
+
+def test_commands_that_print_facts_have_json() -> None:
+    """The README says so; the others do something, or print what is read by another program as it is."""
+    others = {"completion", "install", "logs", "serve", "uninstall"}
+    without = {
+        path.split()[-1]
+        for path, command in all_commands()
+        if not isinstance(command, click.Group) and not any("--json" in param.opts for param in command.params)
+    }
+    assert without == others

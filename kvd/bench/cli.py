@@ -61,12 +61,15 @@ COMMANDS: Final = {
 
 @click.group(cls=LazyGroup, lazy=COMMANDS)
 def bench() -> None:
-    """Measure speed (attention, swap), perplexity (ppl), first token (ttft), forks (fork), agents (serve), calls (rpc).
+    """Measure speed, memory and quality, and prove that nothing is lost.
 
-    And a start with many agents on disk (startup).
+    Speed: of attention (attention), of the first token (ttft), of forks (fork), of several agents of one daemon
+    (serve), of the disk (swap), of a start with many agents (startup), of the protocol (rpc).
 
-    Count: bytes of an agent, and agents in a budget (capacity); what eviction policies cost (eviction).
-    Prove: that nothing is lost or leaks (soak).
+    Quality and memory: perplexity of page formats (ppl), agents in a budget (capacity), what eviction policies cost
+    (eviction).
+
+    Proof: a daemon under clients that behave at random (soak).
     """
 
 

@@ -54,7 +54,6 @@ def systemd_service(plan: ServicePlan, *, mark: bool = True) -> str:
     variables = "".join(f"Environment={_assigned(name, value)}\n" for name, value in plan.environment.items())
     return f"""{head}[Unit]
 Description=kvd: virtual memory for the attention state of language-model agents
-Documentation=file:///usr/share/doc/kvd/operations.md
 # The socket is optional: without kvd.socket the daemon makes its own.
 After=kvd.socket
 
