@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -42,8 +43,9 @@ def range_of(name: str) -> click.IntRange | click.FloatRange:
 
 def is_taken(name: str, value: float) -> bool:
     """Whether the daemon takes a value."""
+    given: dict[str, Any] = {name: value}
     try:
-        SamplingParams(**{name: value})
+        SamplingParams(**given)
     except InvalidParams:
         return False
     return True
