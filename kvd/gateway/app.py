@@ -64,7 +64,9 @@ class Gateway:
         self.conversations = Conversations(ttl_s=settings.anonymous_ttl_s, most=settings.max_anonymous)
         self.groups = Uses(ttl_s=settings.group_ttl_s)
         self.watch = self._watched(settings, log)
-        self.page = Page(self.watch, ping_s=settings.ping_s) if settings.page != "off" else None
+        self.page = (
+            Page(self.watch, ping_s=settings.ping_s, shared=bool(settings.keys)) if settings.page != "off" else None
+        )
         self.metrics = Metrics(self.conversations, lambda: self.watch.viewers)
         self._backend = Backend(self.client, settings.aliases, clock=clock)
         self._turns = Turns(self._backend, self.conversations, self.groups, settings, clock=clock)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -23,7 +25,7 @@ from kvd.gateway.errors import ApiError
 from kvd.gateway.monitor import Monitor
 from kvd.gateway.sse import COMMENT_PING
 from kvd.gateway.streams import EventStream
-from kvd.gateway.watch import Watch
+from kvd.gateway.watch import MAX_VIEWERS, Watch
 
 MEDIA = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
@@ -51,10 +53,14 @@ class Page:
     Args:
         watch: what is shown.
         ping_s: a stream that has nothing to say says so this often, `MOST_PING_S` at most.
+        shared: viewers have keys, so that those of one namespace may not take all places.
     """
 
-    def __init__(self, watch: Watch, *, ping_s: float) -> None:
+    def __init__(self, watch: Watch, *, ping_s: float, shared: bool) -> None:
         self._watch = watch
+        self._shared = shared
+        self._held: Counter[str] = Counter()
+        """Viewers of each namespace."""
         self._ping_s = min(ping_s, MOST_PING_S)
         self._run = secrets.token_hex(8)
         """In the ids of events: versions of another gateway mean nothing here."""
@@ -82,12 +88,12 @@ class Page:
     async def picture(self, request: Request) -> Response:
         """Everything that the page shows, as JSON."""
         _refuse_foreign(request)
-        self._watch.enter()
+        leave = self._enter(request.state.record.namespace)
         try:
             await self._watch.fresh()
             body = self._watch.monitor.since(None, request.state.record.namespace)
         finally:
-            self._watch.leave()
+            leave()
         return Response(body, media_type="application/json", headers=SECURE | {"cache-control": "no-store"})
 
     async def stream(self, request: Request) -> Response:
@@ -95,9 +101,44 @@ class Page:
         _refuse_foreign(request)
         if request.method == "HEAD":  # would be silent for ever
             return Response(media_type=EventStream.media_type, headers=SECURE)
+        namespace, may_stay = request.state.record.namespace, request.state.may_stay
+        leave = self._enter(namespace)
+        source = self._events(namespace, self._seen(request), may_stay)
+        return EventStream(source, SECURE, leave, over=lambda: self._until_over(may_stay))
+
+    def _enter(self, namespace: str) -> Callable[[], None]:
+        """Take a viewer's place; returns what gives it back.
+
+        Where there are keys a namespace gets no more places than it leaves free: one alone has half of them, the next
+        one half of the rest, and so on.
+
+        Raises:
+            ApiError: too many look, of this namespace or altogether.
+        """
+        held = self._held[namespace]
+        if self._shared and held and held >= MAX_VIEWERS - self._watch.viewers:
+            raise ApiError(
+                "rate_limit",
+                f"{held} of {MAX_VIEWERS} viewers of the page are of your key's namespace, the others' places are "
+                "kept for other keys; come back later",
+                retry_after_s=10.0,
+            )
         self._watch.enter()
-        source = self._events(request.state.record.namespace, self._seen(request), request.state.may_stay)
-        return EventStream(source, SECURE, self._watch.leave)
+        self._held[namespace] += 1
+
+        def leave() -> None:
+            self._held[namespace] -= 1
+            self._held += Counter()  # names that nobody uses any more are forgotten
+            self._watch.leave()
+
+        return leave
+
+    async def _until_over(self, may_stay: Callable[[], bool]) -> None:
+        """Return when a stream is to end: also one whose viewer does not read, so that it cannot be told."""
+        while not self._stopping.is_set() and may_stay():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ping_s):
+                    await self._stopping.wait()
 
     def _seen(self, request: Request) -> int | None:
         """The version that a viewer which comes back has; None when it is to begin anew."""

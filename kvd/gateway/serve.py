@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,10 @@ MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together."""
 HEAD_S = 10.0
 """Request line and headers are there in so long, from the connection's first moment or a later request's first byte."""
+WRITE_S = 30.0
+"""A client that has taken nothing of what waits for it for so long is gone, or means no good: its connection ends."""
+NO_LINGER = struct.pack("ii", 1, 0)
+"""`struct linger`: closing resets the connection."""
 MAX_REQUESTS = 512
 """Connections with which requests are still answered; beyond, with a bare 503."""
 MAX_CONNECTIONS = 2 * MAX_REQUESTS
@@ -85,15 +90,20 @@ class Patient(H11Protocol):
     """An HTTP connection whose client is waited for, but not for ever. Owner: the event loop.
 
     uvicorn ends connections that are idle between requests; one that never sends the end of its first line, or of its
-    headers, would stay. Bodies have a deadline of their own (`kvd.gateway.bodies`).
+    headers, would stay. So would one that does not read: what is sent to it, a stream or an answer after which its
+    connection is to be closed, waits for the client. No byte is waited with beyond what the system takes, so that is
+    noticed at the first one. Bodies have a deadline of their own (`kvd.gateway.bodies`).
     """
 
     head_s = HEAD_S
+    write_s = WRITE_S
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first head."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
         else:
@@ -110,7 +120,37 @@ class Patient(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left."""
         self._stop_waiting()
+        self._is_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is sent to."""
+        super().pause_writing()
+        self._wait_for_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """It has read everything."""
+        self._is_read()
+        super().resume_writing()
+
+    def _wait_for_reader(self, unread_bytes: int) -> None:
+        self._unread = self.loop.call_later(self.write_s, self._look_at_reader, unread_bytes)
+
+    def _look_at_reader(self, before_bytes: int) -> None:
+        unread_bytes = self.transport.get_write_buffer_size()
+        if unread_bytes < before_bytes:  # slow is no crime: a phone on a bad line, a large picture
+            self._wait_for_reader(unread_bytes)
+        else:
+            self._unread = None
+            sock = self.transport.get_extra_info("socket")
+            if sock is not None:  # or the system would go on offering it what is left
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+            self.transport.abort()
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _wait_for_head(self) -> None:
         if self._late is None:

@@ -133,34 +133,54 @@ class EventStream(StreamingResponse):
     Args:
         source: bytes of whole events.
         headers: besides those of the media type.
-        close: called at the end, also where the generator was never begun.
+        close: called once, at the end, also where the generator was never begun.
+        over: when it returns `close` is called though the client may not have read what it was sent. The generator
+            ends by itself then; until the client reads on, or its connection ends, it cannot.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, source: AsyncGenerator[bytes, None], headers: Mapping[str, str], close: Callable[[], None]
+        self,
+        source: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        close: Callable[[], None],
+        *,
+        over: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         # proxies must neither keep events back nor store them
         kept = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(_not_empty(source), headers=kept)
         self._source = source
-        self._close = close
+        self._close: Callable[[], None] | None = close
+        self._over = over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a client that leaves ends it."""
         sending = asyncio.ensure_future(self.stream_response(send))
         gone = asyncio.ensure_future(_gone(receive))
+        over = asyncio.ensure_future(self._close_early())
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
-            sending.cancel()
-            gone.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            tasks = (sending, gone, over)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._source.aclose()
-            self._close()
+            self._close_once()
+
+    async def _close_early(self) -> None:
+        if self._over is not None:
+            await self._over()
+            self._close_once()
+
+    def _close_once(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close()
 
 
 async def _not_empty(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
