@@ -24,7 +24,7 @@ from kvd.front.server import RpcServer
 from kvd.ops.children import KeptChild
 from kvd.ops.file_watch import FileWatch
 from kvd.ops.lifecycle import Notifier, StopAction, handle_stop_signals, inherited_sockets
-from kvd.ops.logs import RequestLine, get_logger, request_line, set_level, setup_logging
+from kvd.ops.logs import RequestLine, get_logger, hand_on_record, request_line, set_level, setup_logging
 from kvd.ops.stall import StallWatch
 from kvd.reloading import Reloader, SettingsFile
 from kvd.scheduler.engine import Engine
@@ -92,11 +92,13 @@ class Daemon:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        gateway = self._gateway()
         service = KvdService(
             self._engine,
             facts=self._facts,
             request_shutdown=self._stop.set,
             is_stalled=lambda: self._stall_watch.is_stalled,
+            gateway_fault=lambda: None if gateway is None else gateway.fault,
         )
         self._service = service
         sockets = inherited_sockets()
@@ -106,7 +108,6 @@ class Daemon:
             sock=sockets[0] if sockets else None,
             logger=get_logger("kvd.front"),
         )
-        gateway = self._gateway()
         with handle_stop_signals(self._on_signal):
             await server.start()
             try:
@@ -187,7 +188,7 @@ class Daemon:
             # two processes must not rotate one file
             own = settings.log_file.with_name(f"{settings.log_file.stem}.gateway{settings.log_file.suffix}")
             command += ["--log-file", str(own)]
-        return KeptChild("gateway", command, get_logger("kvd"))
+        return KeptChild("gateway", command, get_logger("kvd"), hand_on=hand_on_record)
 
     async def _drain(self) -> None:
         assert self._loop is not None

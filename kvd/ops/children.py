@@ -3,13 +3,18 @@
 Theory of operation. The child's standard input is a pipe that is never written to. When this process ends, however it
 does, the pipe ends, and the child, which waits for that, ends too: no signal could promise it after a `kill -9`. A
 child that ends by itself is started again after a pause that doubles up to `MAX_PAUSE_S` and begins anew once one has
-lived for so long. One that ends with `WRONG_USAGE` would do so again, so it is given up, and the log says so. Imports
-the standard library only.
+lived for so long. One that ends with `WRONG_USAGE` would do so again, so it is given up, and the log says so.
+
+Its standard error is read here. Lines that are JSON objects are its log and are handed on as they are; any other (a
+refusal before there is a log, a traceback, a word of a library) is logged as `..._said`, so that whoever reads our log
+finds nothing but records in it, and the last of them is told as the reason when the child ends. Imports the standard
+library only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -22,6 +27,11 @@ MAX_PAUSE_S = 60.0
 END_GRACE_S = 8.0
 """From the end of its input to SIGKILL."""
 WRONG_USAGE = 2
+LONGEST_LINE_BYTES = 1 << 20
+"""Of standard error; a longer one is left out."""
+LAST_WORDS_S = 2.0
+"""What the child has started may hold its standard error open longer than it lives; nobody waits for that."""
+MAX_REASON_CHARACTERS = 500
 
 
 class ChildLog(Protocol):
@@ -51,6 +61,10 @@ class Process(Protocol):
     def stdin(self) -> asyncio.StreamWriter | None:
         """Its standard input."""
 
+    @property
+    def stderr(self) -> asyncio.StreamReader | None:
+        """Its standard error."""
+
 
 class KeptChild:
     """One child process at a time. Owner: the event loop.
@@ -59,6 +73,7 @@ class KeptChild:
         name: for the log.
         command: program and arguments.
         log: told of each start and each end.
+        hand_on: takes a line of the child's log, a JSON object, without its end.
         spawn: starts the process.
         clock: monotonic seconds.
         pause: waits so many seconds.
@@ -70,6 +85,7 @@ class KeptChild:
         command: Sequence[str],
         log: ChildLog,
         *,
+        hand_on: Callable[[str], None],
         spawn: Callable[[Sequence[str]], Awaitable[Process]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
@@ -80,6 +96,10 @@ class KeptChild:
         self._spawn = spawn or _spawn
         self._clock = clock
         self._pause = pause
+        self._hand_on = hand_on
+        self._reason: str | None = None
+        self.fault: str | None = None
+        """Why the child does not run now, if it should."""
         self._process: Process | None = None
         self._keeper: asyncio.Task[None] | None = None
 
@@ -95,19 +115,58 @@ class KeptChild:
             try:
                 self._process = await self._spawn(self._command)
             except OSError as error:
+                self.fault = str(error)
                 self._log.warning(f"{self._name}_not_started", error=str(error), again_s=pause_s)
             else:
                 self._log.info(f"{self._name}_started", pid=self._process.pid)
-                code = await self._process.wait()
+                self.fault = None
+                code = await self._ended(self._process)
                 self._process = None
+                reason = self.fault = self._reason or "it did not say why"
                 if code == WRONG_USAGE:
-                    self._log.warning(f"{self._name}_given_up", exit_code=code, text="its own output says why")
+                    self._log.warning(f"{self._name}_given_up", exit_code=code, reason=reason)
                     return
                 lived_s = self._clock() - began_s
                 pause_s = FIRST_PAUSE_S if lived_s >= MAX_PAUSE_S else pause_s
-                self._log.warning(f"{self._name}_ended", exit_code=code, lived_s=round(lived_s, 1), again_s=pause_s)
+                self._log.warning(
+                    f"{self._name}_ended", exit_code=code, reason=reason, lived_s=round(lived_s, 1), again_s=pause_s
+                )
             await self._pause(pause_s)
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
+
+    async def _ended(self, process: Process) -> int:
+        """Hear what a child says until it ends; returns its exit code."""
+        self._reason = None
+        hearing = asyncio.ensure_future(self._hear(process.stderr))
+        try:
+            code = await process.wait()
+            await asyncio.wait({hearing}, timeout=LAST_WORDS_S)
+        finally:
+            hearing.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)
+        return code
+
+    async def _hear(self, stderr: asyncio.StreamReader | None) -> None:
+        while stderr is not None:
+            try:
+                raw = await stderr.readline()
+            except ValueError:  # too long; what was read of it is dropped
+                continue
+            if not raw:
+                return
+            if line := raw.decode(errors="replace").strip():
+                self._heard(line)
+
+    def _heard(self, line: str) -> None:
+        try:
+            is_record = line.startswith("{") and isinstance(json.loads(line), dict)
+        except (ValueError, RecursionError):
+            is_record = False
+        if is_record:
+            self._hand_on(line)
+        else:
+            self._reason = line[:MAX_REASON_CHARACTERS]
+            self._log.warning(f"{self._name}_said", text=self._reason)
 
     async def close(self) -> None:
         """End the child, and wait for its end."""
@@ -119,14 +178,18 @@ class KeptChild:
             return
         if process.stdin is not None:
             process.stdin.close()
+        ended = asyncio.ensure_future(self._ended(process))
         try:
-            await asyncio.wait_for(process.wait(), END_GRACE_S)
+            await asyncio.wait_for(asyncio.shield(ended), END_GRACE_S)
         except TimeoutError:
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            await ended
 
 
 async def _spawn(command: Sequence[str]) -> Process:
     # a session of its own: Ctrl-C in a terminal is for the parent, which ends its child when the time has come
-    return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stderr=pipe, limit=LONGEST_LINE_BYTES, start_new_session=True
+    )

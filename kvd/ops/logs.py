@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
+from json import loads
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +24,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from kvd.ops.levels import LEVELS
 
-__all__ = ["LEVELS", "LogSetup", "RequestLine", "get_logger", "request_line", "setup_logging"]
+__all__ = ["LEVELS", "LogSetup", "RequestLine", "get_logger", "hand_on_record", "request_line", "setup_logging"]
 
 _CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3", "watchdog")
 """Libraries whose `info` is noise to us: they are held at `warning`."""
@@ -185,6 +187,16 @@ def _install(handler: logging.Handler, level: str) -> Callable[[], None]:
     return restore
 
 
+def hand_on_record(line: str) -> None:
+    """Put a line of a child's log, a JSON object, on standard error: as it is, or on a terminal as `key=value`."""
+    if sys.stderr.isatty():
+        with suppress(ValueError):  # a name that `key=value` cannot have
+            line = _logfmt()(None, "", loads(line))
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
 def set_level(level: str) -> None:
     """Log from another level on, one of `LEVELS`; chatty libraries are never below `warning`."""
     number = getattr(logging, level.upper())
@@ -206,15 +218,16 @@ def _shared_processors() -> list[Processor]:
 
 
 def _formatter(*, as_json: bool) -> logging.Formatter:
-    renderer: Processor
-    if as_json:
-        renderer = structlog.processors.JSONRenderer(default=str, ensure_ascii=False)
-    else:
-        renderer = structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"], bool_as_flag=False)
+    as_records = structlog.processors.JSONRenderer(default=str, ensure_ascii=False)
+    renderer: Processor = as_records if as_json else _logfmt()
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*_shared_processors(), _one_line_warning],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _no_surrogates, renderer],
     )
+
+
+def _logfmt() -> structlog.processors.LogfmtRenderer:
+    return structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"], bool_as_flag=False)
 
 
 def _one_line_warning(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

@@ -61,6 +61,7 @@ class KvdService:
         facts: what `hello` and `model.info` tell (model, backend, threads, formats); filled when the engine is ready.
         request_shutdown: starts the daemon's shutdown (drains first).
         is_stalled: whether the engine hangs.
+        gateway_fault: why the gateway that the daemon keeps does not run; None when it does, or none is wanted.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class KvdService:
         facts: dict[str, object],
         request_shutdown: Callable[[], None],
         is_stalled: Callable[[], bool] = lambda: False,
+        gateway_fault: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._facts = facts
         self._request_shutdown = request_shutdown
         self._is_stalled = is_stalled
+        self._gateway_fault = gateway_fault
         self._ready: asyncio.Event = asyncio.Event()
         self._started_s = time.monotonic()
         self._draining = False
@@ -423,6 +426,7 @@ class KvdService:
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "engine_idle_s": round(time.monotonic() - self._engine.last_progress_s, 3),
+            "gateway_fault": self._gateway_fault(),
             **self._engine.queue_facts,
         }
 

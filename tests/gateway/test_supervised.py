@@ -69,6 +69,25 @@ def accepts(url: str) -> bool:
         return tried.connect_ex((host, int(port))) == 0
 
 
+def test_a_gateway_that_cannot_listen_says_why_in_the_daemons_log(tiny_model_dir: Path, zygote: Zygote | None) -> None:
+    """The daemon serves; why HTTP does not come stands in the record of the end, and nothing but records in the log."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, short_folder() as folder:
+        port = taken.getsockname()[1]
+        with Daemon(folder, tiny_model_dir, ("--http", f"127.0.0.1:{port}"), zygote=zygote) as running:
+
+            def ends() -> list[dict[str, Any]]:
+                return [line for line in running.log_lines() if line.get("event") == "gateway_ended"]
+
+            eventually(ends, "the gateway ended")
+            assert ends()[0]["exit_code"] == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in ends()[0]["reason"]
+            assert "in use" in ends()[0]["reason"]
+            text = running.log.read_text().splitlines()
+            assert [line for line in text if "cannot listen" in line and not line.startswith("{")] == []
+            assert running.client.health().ready
+            eventually(lambda: running.client.health().server["gateway_fault"], "health says it, too")
+
+
 def test_a_gateway_of_its_own_ends_when_it_is_told() -> None:
     """It says where it listens, serves without a daemon, too, and SIGTERM is a clean end."""
     with short_folder() as folder:

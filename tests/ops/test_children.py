@@ -30,6 +30,7 @@ class FakeProcess:
 
     pid = 7
     stdin = None
+    stderr = None
 
     def __init__(self, code: int) -> None:
         self._code = code
@@ -74,7 +75,9 @@ def keep(*lives: tuple[float, int] | OSError) -> tuple[World, Log]:
 
     async def run() -> World:
         world = World(*lives)
-        child = KeptChild("child", ["c"], log, spawn=world.spawn, clock=lambda: world.now_s, pause=world.pause)
+        child = KeptChild(
+            "child", ["c"], log, hand_on=print, spawn=world.spawn, clock=lambda: world.now_s, pause=world.pause
+        )
         keeper = asyncio.ensure_future(child.keep())
         over = asyncio.ensure_future(world.over.wait())
         await asyncio.wait({keeper, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,6 +109,43 @@ def test_a_program_that_cannot_be_started_is_tried_again() -> None:
     assert log.lines[0] == ("child_not_started", {"error": "no memory", "again_s": 1.0})
 
 
+SPEAKS = """
+import sys
+sys.stderr.write('{"event": "listening"}\\n')
+sys.stderr.write('\\n{"torn\\n' + "x" * (1 << 21) + "\\n[1]\\nkvd: cannot listen: taken\\n")
+sys.stderr.write('{"event": "request"}\\nTraceback ends \\udcff'.encode("utf-8", "surrogateescape").decode("latin-1"))
+sys.exit(3)
+"""
+
+
+def test_why_a_child_ended_is_told_and_its_log_is_handed_on() -> None:
+    """A real process: records go on as they are, other lines become records of ours, the last one is the reason."""
+    log, handed = Log(), list[str]()
+
+    async def run() -> None:
+        over = asyncio.Event()
+
+        async def pause(_: float) -> None:
+            over.set()
+            await asyncio.Event().wait()
+
+        child = KeptChild("child", [sys.executable, "-c", SPEAKS], log, hand_on=handed.append, pause=pause)
+        child.start()
+        assert child.fault is None
+        await over.wait()
+        assert child.fault == log.lines[-1][1]["reason"]
+        await child.close()
+
+    asyncio.run(run())
+    assert handed == ['{"event": "listening"}', '{"event": "request"}']
+    said = [str(facts["text"]) for event, facts in log.lines if event == "child_said"]
+    assert [text for text in said if "x" * 9 not in text][:3] == ['{"torn', "[1]", "kvd: cannot listen: taken"]
+    assert max(map(len, said)) <= 500
+    event, facts = log.lines[-1]
+    assert (event, facts["exit_code"]) == ("child_ended", 3)
+    assert str(facts["reason"]).startswith("Traceback ends")
+
+
 @pytest.mark.parametrize("ends_by_itself", [True, False])
 def test_closing_ends_the_child(monkeypatch: pytest.MonkeyPatch, ends_by_itself: bool) -> None:
     """A real process: at the end of its input, or, when it does not care, by a signal."""
@@ -114,7 +154,7 @@ def test_closing_ends_the_child(monkeypatch: pytest.MonkeyPatch, ends_by_itself:
     log = Log()
 
     async def run() -> None:
-        child = KeptChild("child", [sys.executable, "-c", script], log)
+        child = KeptChild("child", [sys.executable, "-c", script], log, hand_on=print)
         child.start()
         while not log.lines:
             await asyncio.sleep(0.001)

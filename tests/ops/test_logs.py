@@ -14,6 +14,7 @@ import pytest
 import structlog
 
 from kvd.ops import LEVELS, RequestLine, get_logger, request_line, setup_logging
+from kvd.ops.logs import hand_on_record
 
 LINE = RequestLine(
     method="generate",
@@ -68,6 +69,18 @@ def test_a_failed_request_is_a_warning_and_a_cancelled_one_is_not() -> None:
         ("warning", "budget_exceeded"),
         ("info", "cancelled"),
     ]
+
+
+def test_a_childs_records_are_handed_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they are; on a terminal as our own lines look there."""
+    line = '{"port": 80, "event": "listening", "level": "info", "timestamp": "now"}'
+    hand_on_record(line)
+    assert capsys.readouterr().err == line + "\n"
+    out = Terminal()
+    monkeypatch.setattr("sys.stderr", out)
+    hand_on_record(line)
+    hand_on_record('{"no key": 1}')
+    assert out.getvalue() == 'timestamp=now level=info event=listening port=80\n{"no key": 1}\n'
 
 
 def test_a_terminal_gets_key_value_lines() -> None:
