@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,6 +46,7 @@ ACTIONS: Final = ("as_json", "list_identities", "list_rules")
 """Options that say what a command is to do once, and are no settings."""
 
 _FILE = "kvd.config_file"
+_FOLLOWED = "kvd.followed_file"
 _SHARED_VALUES = "kvd.shared_values"
 
 
@@ -152,6 +154,8 @@ def use_file(ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     """Callback of `--config`: read the file and make it the default of all that follows."""
     path = config_file(value)
     ctx.meta[_FILE] = path
+    is_named = value is not None or "KVD_CONFIG" in os.environ
+    ctx.meta[_FOLLOWED] = path if path is not None or is_named else default_config_file()
     if path is not None and not ctx.resilient_parsing:
         assert isinstance(ctx.command, click.Group)
         try:
@@ -162,27 +166,50 @@ def use_file(ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     return path
 
 
-def reread(ctx: click.Context) -> dict[str, Any]:
-    """The parameters of a running command as the file makes them now; flags and variables as they were.
+def reread(ctx: click.Context, path: Path) -> click.Context:
+    """A running command's context, with its parameters as a file makes them now; flags and variables as they were.
 
     Raises:
         ConfigError: as `read_defaults`.
     """
-    root, path = ctx.find_root(), config_path(ctx)
+    root = ctx.find_root()
     assert isinstance(root.command, click.Group)
-    assert path is not None
     fresh = click.Context(root.command, default_map=read_defaults(root.command, root, path))
+    fresh.meta[_FILE] = path
     try:
         inner = ctx.command.make_context(ctx.info_name or "", [], parent=fresh)
     except click.UsageError as error:
         raise ConfigError(f"{path}: {error.format_message()}", setting="config") from error
-    flags = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    return {name: ctx.params[name] if name in flags else value for name, value in inner.params.items()}
+    for name, value in ctx.params.items():
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            inner.params[name] = value
+            inner.set_parameter_source(name, ParameterSource.COMMANDLINE)
+    return inner
 
 
 def came_from_file(ctx: click.Context, name: str) -> bool:
     """Whether an option of a running command has the file's value."""
     return ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
+
+
+def place_in_file(ctx: click.Context, setting: str) -> str:
+    """File, table and key of a running command's setting, to begin an error with; empty when the file did not say it.
+
+    Args:
+        ctx: of the command.
+        setting: the option's name, - or _ in it.
+    """
+    key = _spelled(setting)
+    option = options_of(ctx.command).get(key)
+    if option is None or not came_from_file(ctx, option.name or ""):
+        return ""
+    return f"{config_path(ctx)}: {'' if key in SHARED else f'[{ctx.command.name}] '}{key}: "
+
+
+def followed_path(ctx: click.Context) -> Path | None:
+    """The file that a running command follows: the one it read, or the default one, which may come; None: none."""
+    found: Path | None = ctx.meta.get(_FOLLOWED)
+    return found
 
 
 def config_path(ctx: click.Context) -> Path | None:
@@ -324,7 +351,9 @@ __all__ = [
     "command_of",
     "config",
     "config_path",
+    "followed_path",
     "options_of",
+    "place_in_file",
     "read_defaults",
     "reread",
     "shared_setting",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from kvd.cli_config import came_from_file, config_path
+from kvd.cli_config import came_from_file, config_path, place_in_file
 from kvd.cli_options import log_file_option, log_level_option, where_options
 from kvd.cli_types import SIZE
 from kvd.config import ConfigError
@@ -247,7 +247,8 @@ def gateway(
         )
         _run(settings, log_level, log_file, with_parent=with_parent)
     except (GatewayConfigError, CannotListen, OSError) as error:  # OSError: the log file
-        click.echo(f"kvd: {error}", err=True)
+        where = place_in_file(ctx, error.setting) if isinstance(error, GatewayConfigError) else ""
+        click.echo(f"kvd: {where}{error}", err=True)
         sys.exit(2 if isinstance(error, GatewayConfigError) else 1)
 
 

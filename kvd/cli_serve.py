@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from kvd.cli_common import ensure_model, fail, unusable
-from kvd.cli_config import came_from_file, config_path, reread
+from kvd.cli_config import came_from_file, followed_path, place_in_file, reread
 from kvd.cli_gateway import http_address, http_option
 from kvd.cli_options import (
     attention_option,
@@ -38,6 +38,7 @@ from kvd.config import (
     PREFETCH,
     SHARING,
     SWAP,
+    ConfigError,
     Settings,
 )
 from kvd.errors import EnvironmentFault, KvdError
@@ -204,8 +205,8 @@ def serve(ctx: click.Context, /, **given: Any) -> None:  # noqa: ANN401  (click'
         settings = settings_of(ctx, data, given)
         # only now: a wrong setting, or a data folder that cannot be made, must not cost the minutes of a pull
         make_private_folders(data)
-        path = config_path(ctx)
-        file = None if path is None else SettingsFile(path, settings, partial(_settings_now, ctx, data))
+        path = followed_path(ctx)
+        file = None if path is None else SettingsFile(path, settings, partial(_settings_now, ctx, path, data))
         run(replace(settings, model=str(ensure_model(settings.model, settings.model_dir))), file)
     except KvdError as error:
         fail(error)
@@ -222,8 +223,16 @@ def settings_of(ctx: click.Context, data: Path, given: Mapping[str, Any]) -> Set
         given: its parameters, by click's names.
 
     Raises:
-        KvdError: a value is wrong; the message names it and what is allowed.
+        KvdError: a value is wrong; the message names it and what is allowed, and where it stands in the file.
     """
+    try:
+        return _checked_settings(ctx, data, given)
+    except ConfigError as error:
+        setting = str(error.data.get("setting", ""))
+        raise ConfigError(place_in_file(ctx, setting) + error.message, setting=setting) from None
+
+
+def _checked_settings(ctx: click.Context, data: Path, given: Mapping[str, Any]) -> Settings:
     from kvd.model.paths import model_dir as models
 
     socket = given["socket"]
@@ -262,9 +271,10 @@ def settings_of(ctx: click.Context, data: Path, given: Mapping[str, Any]) -> Set
     )
 
 
-def _settings_now(ctx: click.Context, data: Path) -> Settings:
+def _settings_now(ctx: click.Context, path: Path, data: Path) -> Settings:
     """The settings that the configuration file, as it is now, comes to; flags and variables as they were."""
-    return settings_of(ctx, data, reread(ctx))
+    now = reread(ctx, path)
+    return settings_of(now, data, now.params)
 
 
 __all__ = ["serve", "settings_of"]

@@ -116,6 +116,41 @@ def test_what_a_file_may_not_say(tmp_path: Path, text: str, words: tuple[str, ..
         assert word in result.output
 
 
+@pytest.mark.parametrize(
+    ("table", "text", "words"),
+    [
+        ("serve", "budget = 0", ("[serve] budget: ", "at least 1000000 bytes, not 0")),
+        ("serve", 'http = "foo"', ("[serve] http: ", "HOST:PORT", "foo")),
+        ("serve", "chunk = 513", ("[serve] chunk: ", "at most 512")),
+        ("serve", 'namespace-quota = ["a=5"]', ("[serve] namespace_quota: ", "at least 1000000")),
+        ("serve", 'swap = "off"\nwarm_from = ["/x"]', ("[serve] swap: ", "warm-from needs")),
+        ("gateway", 'max_body = "1GB"', ("[gateway] max_body: ", "from 1024 to")),
+        ("gateway", 'listen = "foo"', ("[gateway] listen: ", "HOST:PORT")),
+        ("gateway", 'rule_off = ["x"]', ("[gateway] rule_off: ", "there is no rule x")),
+        ("gateway", 'api_key_file = "/nonexistent/keys"', ("[gateway] api_key_file: ", "cannot be read")),
+    ],
+)
+def test_a_value_out_of_its_range_is_named_with_its_place(
+    tmp_path: Path, table: str, text: str, words: tuple[str, ...]
+) -> None:
+    """What only the settings as a whole refuse names file, table and key, too; a flag's value names no file."""
+    path = tmp_path / "kvd.toml"
+    path.write_text(f"[{table}]\n{text}\n")
+    result = _run("--config", str(path), table)
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    for word in (str(path), *words):
+        assert word in result.output
+
+
+def test_a_flags_value_names_no_file(tmp_path: Path) -> None:
+    """The flag is wrong, whatever the file says."""
+    path = tmp_path / "kvd.toml"
+    path.write_text("[serve]\nbudget = 0\n")
+    result = _run("--config", str(path), "serve", "--budget", "1")
+    assert result.exit_code == 2
+    assert result.output == "kvd: budget must be at least 1000000 bytes, not 1\n"
+
+
 def test_a_named_file_must_be_there(tmp_path: Path) -> None:
     """By flag and by variable; an empty name means none."""
     missing = tmp_path / "missing.toml"

@@ -30,6 +30,9 @@ KEY_NAMESPACE_PREFIX = "key-"
 class KeyFileError(GatewayConfigError):
     """The file of API keys cannot be used; the message says why and what to do."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, setting="api-key-file")
+
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:

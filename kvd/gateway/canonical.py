@@ -98,10 +98,13 @@ def chosen_rules(on: Iterable[str] = (), off: Iterable[str] = ()) -> frozenset[s
     on, off = set(on), set(off)
     unknown = sorted((on | off) - names)
     if unknown:
-        raise GatewayConfigError(f"there is no rule {', '.join(unknown)}; there are {', '.join(sorted(names))}")
+        raise GatewayConfigError(
+            f"there is no rule {', '.join(unknown)}; there are {', '.join(sorted(names))}",
+            setting="rule-on" if on - names else "rule-off",
+        )
     both = sorted(on & off)
     if both:
-        raise GatewayConfigError(f"{', '.join(both)} is switched on and off; say one of them")
+        raise GatewayConfigError(f"{', '.join(both)} is switched on and off; say one of them", setting="rule-on")
     return frozenset(({rule.name for rule in RULES if rule.default} | on) - off)
 
 

@@ -153,7 +153,16 @@ class ApiError(Exception):
 
 
 class GatewayConfigError(ValueError):
-    """A setting is wrong; the message names it and the allowed values."""
+    """A setting is wrong; the message names it and the allowed values.
+
+    Args:
+        message: for whoever set it.
+        setting: the option's name.
+    """
+
+    def __init__(self, message: str, *, setting: str) -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class CannotListen(Exception):

@@ -81,12 +81,15 @@ class GatewaySettings:
         if not is_loopback(self.host) and not self.keys:
             raise GatewayConfigError(
                 f"{self.host} is not a loopback address: other machines could use the model; "
-                "give --api-key-file, or listen on 127.0.0.1"
+                "give --api-key-file, or listen on 127.0.0.1",
+                setting="listen",
             )
         if self.page not in PAGES:
-            raise GatewayConfigError(f"page must be one of {', '.join(PAGES)}, not {self.page!r}")
+            raise GatewayConfigError(f"page must be one of {', '.join(PAGES)}, not {self.page!r}", setting="page")
         if self.page == "all" and self.keys:
-            raise GatewayConfigError("page all needs a gateway without keys: with keys each sees its own namespace")
+            raise GatewayConfigError(
+                "page all needs a gateway without keys: with keys each sees its own namespace", setting="page"
+            )
         _within("port", self.port, 0, 65535)
         _within("max-body", self.max_body_bytes, 1024, LARGEST_BODY_BYTES)
         _within("default-max-tokens", self.default_max_tokens, 1, 1_000_000)
@@ -98,7 +101,7 @@ class GatewaySettings:
         ):
             if not 0 < value <= most:
                 at_most = f" and at most {most:.0f}" if most < math.inf else ""
-                raise GatewayConfigError(f"{name} must be above 0 seconds{at_most}, not {value:g}")
+                raise GatewayConfigError(f"{name} must be above 0 seconds{at_most}, not {value:g}", setting=name)
 
 
 def is_loopback(host: str) -> bool:
@@ -119,7 +122,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-        raise GatewayConfigError(f"an address is HOST:PORT with a port from 0 to 65535, not {text!r}")
+        raise GatewayConfigError(f"an address is HOST:PORT with a port from 0 to 65535, not {text!r}", setting="listen")
     return host.strip("[]") or DEFAULT_HOST, int(port)
 
 
@@ -130,7 +133,9 @@ def host_names(names: Iterable[str]) -> frozenset[str]:
 
 def _within(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise GatewayConfigError(f"{name} must be from {low} to {high}, not {value}")
+        raise GatewayConfigError(
+            f"{name} must be from {low} to {high}, not {value}", setting="listen" if name == "port" else name
+        )
 
 
 __all__ = ["PAGES", "GatewaySettings", "host_names", "is_loopback", "parse_address"]
