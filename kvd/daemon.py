@@ -129,11 +129,12 @@ class Daemon:
                 await server.close(grace_s=2.0)
 
     def _follow_file(self) -> Callable[[], None]:
-        """Act on changes of the configuration file, noticed or told by SIGHUP; returns what ends that."""
-        if self._file is None:
-            return lambda: None
-        loop = asyncio.get_running_loop()
-        reloader = Reloader(self._file, self, self._log_reload)
+        """Act on changes of the configuration file, noticed or told by SIGHUP; returns what ends that.
+
+        A file that was not there at the start is followed from when it is, in a folder that is there, or from SIGHUP.
+        """
+        loop, file = asyncio.get_running_loop(), self._file
+        reloader = None if file is None else Reloader(file, self, self._log_reload)
         running: set[asyncio.Task[None]] = set()
 
         def changed() -> None:
@@ -145,19 +146,39 @@ class Daemon:
 
         async def one_at_a_time() -> None:
             async with order:
+                assert reloader is not None
                 await reloader.reload()
 
-        watch = FileWatch(self._file.path, changed, self._log_event)
-        watch.start()
+        watch = None if file is None else FileWatch(file.path, changed, self._log_event)
+        is_watched = False
+
+        def begin() -> None:
+            nonlocal is_watched
+            if watch is not None and file is not None and not is_watched and file.path.parent.is_dir():
+                is_watched = True
+                watch.start()
+
+        def asked() -> None:
+            begin()
+            if file is None:
+                self._log_event("config_absent", reason="SIGHUP, and no file to read: an empty name was given for it")
+            elif not was_there and not file.path.exists():
+                self._log_event("config_absent", file=str(file.path), reason="SIGHUP, and no such file to read")
+            else:
+                changed()
+
+        was_there = file is not None and file.path.exists()
+        begin()
         # a terminal that is closed sends the same signal, and means that its programs are to end
         listens = not sys.stdin.isatty()
         if listens:
-            loop.add_signal_handler(signal.SIGHUP, changed)
+            loop.add_signal_handler(signal.SIGHUP, asked)
 
         def end() -> None:
             if listens:
                 loop.remove_signal_handler(signal.SIGHUP)
-            watch.stop()
+            if watch is not None:
+                watch.stop()
             for task in running:
                 task.cancel()
 

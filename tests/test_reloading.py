@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvd.ops import file_watch
 from kvd.ops.file_watch import FileWatch
 from kvd.reloading import LIVE, Reloader, SettingsFile
 from kvd.scheduler.limits import LimitChange
+from kvd_client.config_file import default_config_file
 from tests.support.daemon import Daemon, daemon_environment, eventually
 from tests.support.zygote import Zygote
 
@@ -199,6 +201,39 @@ def test_a_system_that_cannot_watch_is_told() -> None:
 
     asyncio.run(scenario())
     assert "SIGHUP" in told[0]["reason"]
+
+
+@pytest.mark.daemon
+def test_a_file_made_after_the_start_is_followed(
+    short_tmp: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote | None
+) -> None:
+    """At the default place, whose folder is not there yet: SIGHUP finds it; with nothing to read it says so."""
+    file = default_config_file({"XDG_CONFIG_HOME": str(short_tmp / "x")}, platform="linux")
+
+    def environment(**extra: str) -> dict[str, str]:
+        kept = daemon_environment(HOME=str(short_tmp), XDG_CONFIG_HOME=str(short_tmp / "x"), **extra)
+        return {name: value for name, value in kept.items() if name != "KVD_CONFIG"}
+
+    monkeypatch.setattr("tests.support.daemon.daemon_environment", environment)
+    if sys.platform == "darwin":
+        file = short_tmp / "Library/Application Support/kvd" / file.name
+    (short_tmp / "d").mkdir()
+    with Daemon(short_tmp / "d", tiny_model_dir, zygote=zygote) as daemon:
+        daemon.signal(signal.SIGHUP)
+        absent = lambda: [each for each in daemon.log_lines() if each.get("event") == "config_absent"]  # noqa: E731
+        eventually(absent, "there is nothing to read")
+        assert absent()[0]["file"] == str(file)
+        file.parent.mkdir(parents=True)
+        file.write_text("[serve]\nbudget = 0\n")
+        daemon.signal(signal.SIGHUP)
+        refused = lambda: [each for each in daemon.log_lines() if each.get("event") == "config_refused"]  # noqa: E731
+        eventually(refused, "what is wrong in it is told")
+        assert f"{file}: [serve] budget: " in refused()[0]["reason"]
+        other = file.with_name("new")
+        other.write_text('[serve]\nbudget = "48MB"\n')
+        other.replace(file)  # from now on without a signal
+        eventually(lambda: daemon.client.statistics().budget_bytes == 48_000_000, "the file's budget is in force")
+        assert daemon.terminate() == 0
 
 
 @pytest.mark.daemon
