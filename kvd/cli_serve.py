@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvd.cli_common import ensure_model, fail, unusable
 from kvd.cli_config import came_from_file, followed_path, place_in_file, reread
@@ -203,6 +204,8 @@ def serve(ctx: click.Context, /, **given: Any) -> None:  # noqa: ANN401  (click'
     follow_recorded_threads(data)
     try:
         settings = settings_of(ctx, data, given)
+        if ctx.get_parameter_source("warm_from") is ParameterSource.COMMANDLINE:
+            _check_folders(settings.warm_from)
         # only now: a wrong setting, or a data folder that cannot be made, must not cost the minutes of a pull
         make_private_folders(data)
         path = followed_path(ctx)
@@ -269,6 +272,22 @@ def _checked_settings(ctx: click.Context, data: Path, given: Mapping[str, Any]) 
         log_file=given["log_file"],
         check=given["check"],
     )
+
+
+def _check_folders(warm_from: tuple[Path, ...]) -> None:
+    """Refuse what somebody has just typed and is not there.
+
+    What file or environment name may come later, such as a disk at boot: the daemon starts, and the log says so.
+
+    Raises:
+        ConfigError: one is no folder.
+    """
+    for folder in warm_from:
+        if not folder.is_dir():
+            fault = "is no folder" if folder.exists() else "does not exist"
+            raise ConfigError(
+                f"warm-from: {folder} {fault}; give a folder with files of `kvd-client export`", setting="warm-from"
+            )
 
 
 def _settings_now(ctx: click.Context, path: Path, data: Path) -> Settings:

@@ -151,6 +151,28 @@ def test_a_flags_value_names_no_file(tmp_path: Path) -> None:
     assert result.output == "kvd: budget must be at least 1000000 bytes, not 1\n"
 
 
+def test_folders_of_the_command_line_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 2 before anything is made; those of file and environment may come later."""
+    import kvd.cli_serve as cli
+    import kvd.daemon as daemon
+
+    seen: list[Any] = []
+    monkeypatch.setattr(daemon, "make_private_folders", lambda data: None)
+    monkeypatch.setattr(daemon, "serve", lambda settings, file: seen.append(settings))
+    monkeypatch.setattr(cli, "ensure_model", lambda name, directory: Path("/m"))
+    path, gone = tmp_path / "kvd.toml", tmp_path / "gone"
+    path.write_text(f'[serve]\nwarm_from = ["{gone}"]\n')
+    serve = ("serve", "--data-dir", str(tmp_path / "d"), "--warm-from")
+    for folder, word in ((gone, "does not exist"), (path, "is no folder")):
+        refused = _run("--config", "", *serve, str(tmp_path), "--warm-from", str(folder))
+        assert (refused.exit_code, seen) == (2, [])
+        assert refused.output.startswith(f"kvd: warm-from: {folder} {word}")
+    assert _run("--config", "", *serve, str(tmp_path)).exit_code == 0
+    assert _run("--config", str(path), *serve[:-1]).exit_code == 0
+    assert _run("--config", "", *serve[:-1], env={"KVD_WARM_FROM": str(gone)}).exit_code == 0
+    assert [each.warm_from for each in seen] == [(tmp_path,), (gone,), (gone,)]
+
+
 def test_a_named_file_must_be_there(tmp_path: Path) -> None:
     """By flag and by variable; an empty name means none."""
     missing = tmp_path / "missing.toml"
