@@ -219,16 +219,18 @@ def test_a_file_made_after_the_start_is_followed(
         file = short_tmp / "Library/Application Support/kvd" / file.name
     (short_tmp / "d").mkdir()
     with Daemon(short_tmp / "d", tiny_model_dir, zygote=zygote) as daemon:
+
+        def told(event: str) -> list[dict[str, Any]]:
+            return [each for each in daemon.log_lines() if each.get("event") == event]
+
         daemon.signal(signal.SIGHUP)
-        absent = lambda: [each for each in daemon.log_lines() if each.get("event") == "config_absent"]  # noqa: E731
-        eventually(absent, "there is nothing to read")
-        assert absent()[0]["file"] == str(file)
+        eventually(lambda: told("config_absent"), "there is nothing to read")
+        assert told("config_absent")[0]["file"] == str(file)
         file.parent.mkdir(parents=True)
         file.write_text("[serve]\nbudget = 0\n")
         daemon.signal(signal.SIGHUP)
-        refused = lambda: [each for each in daemon.log_lines() if each.get("event") == "config_refused"]  # noqa: E731
-        eventually(refused, "what is wrong in it is told")
-        assert f"{file}: [serve] budget: " in refused()[0]["reason"]
+        eventually(lambda: told("config_refused"), "what is wrong in it is told")
+        assert f"{file}: [serve] budget: " in told("config_refused")[0]["reason"]
         other = file.with_name("new")
         other.write_text('[serve]\nbudget = "48MB"\n')
         other.replace(file)  # from now on without a signal
