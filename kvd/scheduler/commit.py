@@ -215,7 +215,7 @@ def _why_not_written(core: EngineCore, branch: Branch) -> str:
     if core.pager.is_held(branch.space):
         namespace = core.owner(branch.space)[0].namespace
         if not core.pager.writes_held or core.pager.quota_held_bytes.get(namespace):
-            return core.disk_quotas.why(namespace)
+            return core.disk_quotas.note_refusal(namespace)
         return f"writes are limited to {core.governor.limit_bytes} bytes a minute: saved once its pages are written"
     return f"page write failed: {core.memory.statistics.last_write_failure}"
 
@@ -228,7 +228,7 @@ def _over_disk_quota(core: EngineCore, agent: Agent, record: AgentRecord) -> str
     core.govern()  # what was written since the last look counts
     kv_bytes = sum(len(segment.tail_kv) for segment in record.segments)
     record_bytes = kv_bytes + 8 * len(record.token_ids) + len(record.text) + RECORD_HEAD_BYTES
-    return quotas.why(namespace) if quotas.refuses(namespace, record_bytes) else None
+    return quotas.note_refusal(namespace) if quotas.refuses(namespace, record_bytes) else None
 
 
 def _page_bytes(core: EngineCore, branch: Branch, record: AgentRecord) -> int:

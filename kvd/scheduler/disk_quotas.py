@@ -43,6 +43,7 @@ class DiskQuotas:
         self.full: tuple[str, ...] = ()
         self.too_small: tuple[str, ...] = ()
         self._refused: dict[Namespace, int] = {}  # bytes of the largest record that was refused since the last shortage
+        self._stuck: dict[Namespace, int] = {}  # room that there was when something was refused
 
     def look(self, used: Mapping[str, int]) -> dict[Namespace, int]:
         """What the store says is used now.
@@ -61,6 +62,30 @@ class DiskQuotas:
         self._refused[namespace] = max(record_bytes, self._refused.get(namespace, 0))
         return True
 
+    def note_refusal(self, namespace: Namespace) -> str:
+        """A record of a namespace was not written, for want of room; returns why, in words for the client."""
+        self._stuck[namespace] = self._room_bytes(namespace)
+        return self._why(namespace)
+
+    def is_stuck(self, namespace: Namespace) -> bool:
+        """Whether something was refused, and there is no more room since: another try would hardly end otherwise."""
+        return (
+            namespace in self.quotas
+            and namespace in self._stuck
+            and self._room_bytes(namespace) <= self._stuck[namespace]
+        )
+
+    def set_quota(self, namespace: Namespace, quota_bytes: int | None) -> None:
+        """A namespace has another quota, or none; what was refused under the old one is worth a try."""
+        self._stuck.pop(namespace, None)
+        if quota_bytes is None:
+            self.quotas.pop(namespace, None)
+        else:
+            self.quotas[namespace] = quota_bytes
+
+    def _room_bytes(self, namespace: Namespace) -> int:
+        return self.quotas.get(namespace, 0) - self.used.get(namespace, 0)
+
     def shortages(self, held: Mapping[Namespace, int]) -> dict[Namespace, int]:
         """By how much namespaces are over, with what waits to be written; those that are not are left out.
 
@@ -78,8 +103,7 @@ class DiskQuotas:
         self._tell([name for name in self.quotas if held.get(name) or refused.get(name)])
         return over
 
-    def why(self, namespace: Namespace) -> str:
-        """Why something of a namespace is not on disk, in words for the client."""
+    def _why(self, namespace: Namespace) -> str:
         quota = format_size(self.quotas.get(namespace, 0))
         return f"the disk quota of namespace {namespace!r} ({quota}) is full: saved once there is room in it"
 

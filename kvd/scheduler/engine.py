@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeGuard
 
 from kvd.errors import Busy, Draining, InternalError, KvdError
@@ -513,9 +514,9 @@ class Engine:
     def _submit_own(self, ref: AgentRef, operation: str) -> None:
         assert self._core is not None
         request = JobRequest(self.new_request_id(), ref, operation, internal=True)
-        reply = self._saved if operation == "save" else lambda result, error: None
+        reply = partial(self._saved, ref) if operation == "save" else lambda result, error: None
         self._schedule(self._answering.take(request, reply).submitted)
 
-    def _saved(self, result: object, error: KvdError | None) -> None:
+    def _saved(self, ref: AgentRef, result: object, error: KvdError | None) -> None:
         assert self._upkeep is not None
-        self._upkeep.save_ended(durable=isinstance(result, dict) and bool(result.get("durable")))
+        self._upkeep.save_ended(ref, durable=isinstance(result, dict) and bool(result.get("durable")))

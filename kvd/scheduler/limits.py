@@ -197,10 +197,7 @@ class Limits:
         """What is over a smaller one goes at the next shortage, what waited for a larger one is written now."""
         now = self._core.disk_quotas.quotas
         for namespace, quota_bytes in quotas.items():
-            if quota_bytes is None:
-                now.pop(namespace, None)
-            else:
-                now[namespace] = quota_bytes
+            self._core.disk_quotas.set_quota(namespace, quota_bytes)
         self._core.govern()
         self._note_changed("namespace_disk_quotas", now != self._settings.namespace_disk_quotas)
 

@@ -1,22 +1,25 @@
 """What the engine does for itself: save what a disk refused, compact logs, delete agents whose time is over, wake some.
 
 Decides only; the engine runs the jobs. Saves go ahead of requests that wait (a busy daemon would never come to them),
-ever more rarely while the disk refuses. Compactions wait until nothing else is to do: they save disk, not time. One
-that a full quota waits for goes ahead like a save: a daemon that is never idle would otherwise never save a turn again.
-So do deletions (`kvd.scheduler.endings`): they cost little, and free what others may want.
+ever more rarely while the disk refuses. A namespace whose disk quota is full waits by itself, until there is more room
+in it or its own time has come: the disk takes what others have. Compactions wait until nothing else is to do: they save
+disk, not time. One that a full quota waits for goes ahead like a save: a daemon that is never idle would otherwise
+never save a turn again. So do deletions (`kvd.scheduler.endings`): they cost little, and free what others may want.
 
 Waking agents that nobody asked for, for the pages that they may have in common with others of a namespace in use, waits
 until nothing else is to do, too. It takes memory outside the budget (texts and ids), so it stops while memory is short,
 and altogether after `MAX_WOKEN_TOKENS`; those used last come first, and those without a page to share not at all.
 
-Owner: the engine thread. May import kvd.quant.spec and siblings.
+Owner: the engine thread. May import kvd.ids, kvd.quant.spec and siblings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvd.ids import Namespace
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.agents import Agent
 from kvd.scheduler.endings import due
@@ -37,6 +40,24 @@ MAX_WOKEN_TOKENS = 1 << 20
 """Tokens of all agents that are woken unasked: their text, ids and index take about 100 bytes each."""
 
 
+@dataclass(slots=True)
+class _Backoff:
+    """How long saves wait after one that was refused.
+
+    Attributes:
+        wait_s: from the last refusal on; 0 after a success.
+        until_s: no save before, by the engine's clock.
+    """
+
+    wait_s: float = 0.0
+    until_s: float = 0.0
+
+    def note(self, now_s: float, *, durable: bool, least_s: float) -> None:
+        """A save ended: tries get rarer with each that is refused."""
+        self.wait_s = 0.0 if durable else min(MAX_SAVE_WAIT_S, max(least_s, 2 * self.wait_s))
+        self.until_s = now_s + self.wait_s
+
+
 class Upkeep:
     """Owner: the engine thread.
 
@@ -50,8 +71,8 @@ class Upkeep:
         self._core = core
         self._clock = clock
         self._least_wait_s = wait_s
-        self._wait_s = 0.0
-        self._next_save_s = 0.0
+        self._disk = _Backoff()
+        self._quotas: dict[Namespace, _Backoff] = {}  # in force while the namespace is stuck
         self._next_look_s = 0.0
         self._expired: list[AgentRef] = []
         self._tried: set[AgentRef] = set()
@@ -63,8 +84,8 @@ class Upkeep:
         Args:
             idle: no request waits.
         """
-        if self._clock() >= self._next_save_s:
-            for agent in self.unsaved()[:1]:
+        if self._clock() >= self._disk.until_s:
+            for agent in self._worth_saving()[:1]:
                 agent.last_save = self._core.agents.tick()
                 return agent.ref, "save"
         while self._expired or self._clock() >= self._next_look_s:
@@ -109,10 +130,25 @@ class Upkeep:
         unsaved = [agent for agent in self._core.agents if agent.unsaved is not None]
         return sorted(unsaved, key=lambda agent: agent.last_save)
 
-    def save_ended(self, *, durable: bool) -> None:
-        """While the disk refuses, tries get rarer; once it takes one, the others follow at once."""
-        self._wait_s = 0.0 if durable else min(MAX_SAVE_WAIT_S, max(self._least_wait_s, 2 * self._wait_s))
-        self._next_save_s = self._clock() + self._wait_s
+    def _worth_saving(self) -> list[Agent]:
+        """Those of `unsaved` that do not wait for room in the disk quota of their namespace."""
+        quotas, now_s = self._core.disk_quotas, self._clock()
+        for namespace in [each for each in self._quotas if not quotas.is_stuck(each)]:
+            del self._quotas[namespace]
+        waiting = {namespace for namespace, backoff in self._quotas.items() if now_s < backoff.until_s}
+        return [agent for agent in self.unsaved() if agent.ref.namespace not in waiting]
+
+    def save_ended(self, ref: AgentRef, *, durable: bool) -> None:
+        """While the disk refuses, tries get rarer; once it takes one, the others follow at once.
+
+        Where the quota of a namespace refuses, tries for that namespace do, and the disk has said nothing.
+        """
+        backoff = self._disk
+        if not durable and self._core.disk_quotas.is_stuck(ref.namespace):
+            backoff = self._quotas.setdefault(ref.namespace, _Backoff())
+        elif durable:
+            self._quotas.pop(ref.namespace, None)
+        backoff.note(self._clock(), durable=durable, least_s=self._least_wait_s)
 
 
 def _has_pages_to_share(core: EngineCore, agent: SleepingAgent) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from kvd.ids import Namespace
 from kvd.scheduler.limits import LimitChange, LimitSettings
+from kvd.scheduler.upkeep import MAX_SAVE_WAIT_S, Upkeep
 from kvd.scheduler.views import agent_info, health_facts, statistics
 from kvd.scheduler.waiting import no_room
 from kvd.store.errors import QuotaExceeded
@@ -121,6 +122,44 @@ def test_who_finds_memory_full_is_told_of_its_own_namespace_alone(world: World) 
     own, others = (no_room(world.core, namespace).message for namespace in (WORK, PLAY))
     assert own == "memory is full of pages for which there is no room in the disk quota of namespace 'work'"
     assert others == "memory is full of pages for which there is no room in disk quotas of other namespaces"
+
+
+def test_a_full_namespace_holds_up_no_other(world: World) -> None:
+    """P25: agents that wait for room in a quota stand in no other namespace's line, and make its tries no rarer."""
+    upkeep = Upkeep(world.core, lambda: world.now_s, 1.0)
+    fill(world, ["work/a"])
+    assert world.job("pin", "work/a").facts["durable"]
+    set_quota(world, used(world)["work"] + 1_000)
+    for number in range(5):
+        assert not world.generate(f"work/w{number}", text_of(60), max_tokens=1).turn.durable
+    world.agent("work/w0").last_save = -1
+
+    def try_one() -> str | None:
+        job = upkeep.next_job(idle=False)
+        if job is None:
+            return None
+        upkeep.save_ended(job[0], durable=bool(world.job("save", str(job[0])).facts["durable"]))
+        return str(job[0])
+
+    assert try_one() == "work/w0"
+    assert try_one() is None, "nobody of the namespace is tried in its turn"
+    world.refuse_writes()
+    assert not world.generate("play/p", text_of(2), max_tokens=1).turn.durable
+    world.heal()
+    assert try_one() == "play/p", "at once, although work waits"
+    assert agent_info(world.core, world.agent("play/p"))["durable"]
+    waits = []
+    for _ in range(6):
+        began = world.now_s
+        while try_one() is None:
+            world.now_s += 1.0
+        waits.append(world.now_s - began)
+    assert waits == [1, 2, 4, 8, 16, MAX_SAVE_WAIT_S]
+    assert try_one() is None
+    set_quota(world, None)
+    saved = [try_one() for _ in range(5)]
+    assert set(saved) == {f"work/w{number}" for number in range(5)}, "another quota is worth a try at once"
+    assert all(agent.unsaved is None for agent in world.core.agents)
 
 
 def test_who_can_never_fit_costs_the_others_nothing(world: World) -> None:

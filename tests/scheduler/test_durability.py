@@ -206,7 +206,7 @@ def test_saves_go_first_and_get_rarer(world: World) -> None:
     assert {first[0], second[0]} == {ref_of("a"), ref_of("b")}
     waits = []
     for _ in range(8):
-        upkeep.save_ended(durable=False)
+        upkeep.save_ended(ref_of("a"), durable=False)
         assert upkeep.next_job(idle=False) is None
         assert upkeep.next_job(idle=True) == (ref_of("c"), "compact")
         began = now[0]
@@ -214,7 +214,7 @@ def test_saves_go_first_and_get_rarer(world: World) -> None:
             now[0] += 1.0
         waits.append(now[0] - began)
     assert waits == [1, 2, 4, 8, 16, MAX_SAVE_WAIT_S, MAX_SAVE_WAIT_S, MAX_SAVE_WAIT_S]
-    upkeep.save_ended(durable=True)
+    upkeep.save_ended(ref_of("a"), durable=True)
     assert upkeep.next_job(idle=False) is not None
     world.agent("c").compaction_due = False
 

@@ -421,7 +421,7 @@ def test_a_turn_that_ends_instead_of_giving_way_may_be_told_otherwise(make_runne
         runner.fs.refuses = False
         upkeep = runner.engine._upkeep
         assert upkeep is not None
-        upkeep._next_save_s = 0.0  # the next try is due
+        upkeep._disk.until_s = 0.0  # the next try is due
         runner.turn("quick", "one", max_tokens=1)
 
     slow = runner.turn("slow", "two", max_tokens=3, priority="background", emit=Meddler("usage", 1, act))
