@@ -46,7 +46,7 @@ from kvd.store.errors import LogDamaged, LogVanished, PageNotDurable, PageRefere
 from kvd.store.records import AgentRecord, PageEntry, RecordKind
 from kvd.store.swap_ops import SwapResult
 from kvd.vm.events import Activated, CopiesLost, Deactivated, LogLost, TurnCommitted
-from kvd.vm.page import OPEN
+from kvd.vm.page import OPEN, PageState
 from kvd.vm.views import TailView
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def _record(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         agent,
         branch,
         segments,
-        kind=kind if agent.logged else "create",
+        kind=kind if agent.logged or branch.behind else "create",
         time_s=time.time(),
         numerics=core.numerics,
         meta={"pinned": agent.pinned, "created_s": agent.created_s, "ttl_s": agent.ttl_s},
@@ -362,12 +362,51 @@ def _holds(image: AgentImage, branch: Branch) -> bool:
     )
 
 
-def compact(core: EngineCore, agent: Agent) -> Waiting:
+def shrink(core: EngineCore, agent: Agent) -> Generator[Wait, None, Committed]:
+    """Do without KV that has no page file: it is computed again. Text and ids of all branches are in the log then.
+
+    A full quota asks for it where it has no room for open pages, which are in logs, or for pages that wait in RAM.
+    RAM lets go first: a log that says more is as good, so a crash or a refusal in between costs time alone.
+    """
+    for branch in agent.branches.values():
+        while (border := stored_tokens(core, branch)) < branch.computed:
+            core.cut_kv(branch, border)
+    for branch in [*agent.other_branches, agent.branch]:
+        if not branch.durable or (branch is agent.branch and agent.refused is not None):
+            done = yield from _append(core, agent, branch, "snapshot")
+            agent.refused = done.reason
+            if not done.durable:
+                if branch.doubtful:
+                    core.to_shrink.pop(agent.ref, None)  # a save reads what is in doubt
+                return done
+    core.to_shrink.pop(agent.ref, None)
+    yield from compact(core, agent, open_pages=False)
+    return Committed(agent.unsaved)
+
+
+def stored_tokens(core: EngineCore, branch: Branch) -> int:
+    """Tokens at the branch's beginning whose KV is in page files."""
+    pages = branch.computed // PAGE_TOKENS
+    for segment in core.pager.segments(branch.space):
+        for number, page in enumerate(segment.pages[:pages]):
+            if page.state not in (PageState.CLEAN, PageState.EVICTED) and not page.behind_window:
+                pages = number
+                break
+    lost = core.pager.lost_at(branch.space)
+    return min(pages * PAGE_TOKENS, len(branch.tokens) if lost is None else lost // PAGE_TOKENS * PAGE_TOKENS)
+
+
+def compact(core: EngineCore, agent: Agent, *, open_pages: bool = True) -> Waiting:
     """Rewrite the log without what no branch needs and without branches that were let go of."""
     agent.compaction_due = agent.compaction_urgent = False  # after a failure the next commit finds out again
-    result = yield from _answer_to(lambda take: core.store.compact_log(agent.ref, frozenset(agent.branches), take))
+    keep = frozenset(agent.branches)
+    result = yield from _answer_to(lambda take: core.store.compact_log(agent.ref, keep, take, open_pages=open_pages))
     if result.image is not None and result.error is None:
         agent.seq = result.image.seq
+        for branch in [] if open_pages else agent.branches.values():
+            stored = result.image.branches.get(branch.branch_id)
+            if stored is not None:
+                branch.baseline.logged_computed = min(branch.baseline.logged_computed, stored.computed_tokens)
         agent.dropped_branches.clear()
         agent.dropped_bytes = 0
         agent.counted_on = False

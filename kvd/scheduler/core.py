@@ -162,6 +162,7 @@ class EngineCore:
         swap_off: KV is kept in RAM only: nothing is durable, and what is evicted is computed again.
 
     Attributes:
+        to_shrink: agents that a full quota asks to do with what their page files, text and ids say, an ordered set.
         forgotten: pages nobody maps any more, an ordered set; their files go once no log names them.
         sweep_due: something changed since they were offered for deletion.
         warm: exported agents that are imported when somebody first uses their names.
@@ -230,6 +231,7 @@ class EngineCore:
         self.paging = Paging(self, prefetch)
         self.sharing = Sharing(self, sharing)
         self.forgotten: dict[PageId, None] = {}
+        self.to_shrink: dict[AgentRef, None] = {}
         self.sweep_due = False
         self.warm = WarmTier()
         self.watch: FolderWatch | None = None

@@ -75,9 +75,13 @@ class DiskQuotas:
             and self._room_bytes(namespace) <= self._stuck[namespace]
         )
 
+    def try_again(self, namespace: Namespace) -> None:
+        """Something changed that makes another try worth while."""
+        self._stuck.pop(namespace, None)
+
     def set_quota(self, namespace: Namespace, quota_bytes: int | None) -> None:
         """A namespace has another quota, or none; what was refused under the old one is worth a try."""
-        self._stuck.pop(namespace, None)
+        self.try_again(namespace)
         if quota_bytes is None:
             self.quotas.pop(namespace, None)
         else:

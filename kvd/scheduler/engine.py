@@ -514,7 +514,7 @@ class Engine:
     def _submit_own(self, ref: AgentRef, operation: str) -> None:
         assert self._core is not None
         request = JobRequest(self.new_request_id(), ref, operation, internal=True)
-        reply = partial(self._saved, ref) if operation == "save" else lambda result, error: None
+        reply = partial(self._saved, ref) if operation in ("save", "shrink") else lambda result, error: None
         self._schedule(self._answering.take(request, reply).submitted)
 
     def _saved(self, ref: AgentRef, result: object, error: KvdError | None) -> None:

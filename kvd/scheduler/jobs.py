@@ -13,7 +13,7 @@ from kvd.errors import AgentExists, BudgetExceeded, Busy, InvalidParams
 from kvd.ids import AgentId
 from kvd.scheduler.admission import refuse_over_budget, refuse_pin_over_budget, reserve
 from kvd.scheduler.agents import NOT_WRITTEN, Agent
-from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable, unsaved_others
+from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable, shrink, unsaved_others
 from kvd.scheduler.endings import give_end, is_due, use
 from kvd.scheduler.errors import NotDeleted
 from kvd.scheduler.exporting import export_agent
@@ -55,6 +55,7 @@ def run_job(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
         "prefetch": _prefetch,
         "save": _save,
         "compact": _compact,
+        "shrink": _shrink,
         "export": export_agent,
         "import": import_agent,
         "wake": _wake,
@@ -182,6 +183,16 @@ def _compact(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     agent = core.agents.get(request.ref)
     yield from compact(core, agent)
     return agent_info(core, agent)
+
+
+def _shrink(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
+    """Do without KV that a full quota has no room for; the engine asks for it by itself."""
+    agent = core.agents.get(request.ref)
+    if agent.pinned:
+        core.to_shrink.pop(agent.ref, None)
+        return (yield from _save(core, request, stop))
+    done = yield from shrink(core, agent)
+    return agent_info(core, agent) | {"durable": done.durable, "durable_reason": done.reason}
 
 
 def _verify(core: EngineCore, request: JobRequest, stop: Stop) -> Job:

@@ -117,7 +117,7 @@ class JobRequest:
         request_id: unique over all connections.
         ref: the agent it concerns.
         operation: `fork`, `rollback`, `delete`, `pin`, `unpin`, `evict`, `prefetch`, `export`, `import`,
-            `verify`; `save`, `compact`, `wake`, `expire` of the engine.
+            `verify`; `save`, `compact`, `shrink`, `wake`, `expire` of the engine.
         arguments: operation's own.
         internal: the engine asked for it: no client waits, no log line says so.
         connection: number of the caller's connection, for the log line.

@@ -7,7 +7,10 @@ disk_usage`). What is left belongs to agents, and is given up from the least val
 2. branches that are not their agent's current one, the least recently used first: divergences, in case they come back;
 3. pages behind the windows of current branches: only a rollback needs them;
 4. agents that sleep since the start, the one used longest ago first: everybody who is awake was used later;
-5. current branches, the least recently used first, a branch's tail before its head.
+5. current branches, the least recently used first, a branch's tail before its head;
+6. open pages, which lie in logs: of sleepers, then of others, the least recently used first;
+7. of agents that are not saved, the least recently used first: pages that wait in RAM, then those that have files.
+   They are saved as text and ids, which need little room (`kvd.scheduler.commit.shrink`).
 
 A *namespace* that has a quota of the disk pays for itself: when it is over, the same order holds among its own agents,
 and nobody else's lose anything (`kvd.scheduler.disk_quotas`). Its agent that was used last is spared as above. Where
@@ -16,7 +19,7 @@ it would cost the others all their KV and let nobody write. Of several agents th
 that a large one stands in nobody's way.
 
 A page goes with the most valuable of the branches and sleepers that map it. Nothing is taken from agents that are
-pinned, that run, wait in line or are being woken, that are not saved, nor from the one used last: it is the one that
+pinned, that run, wait in line or are being woken, nor from the one used last: it is the one that
 wants room. Text and ids stay in the log whatever is given up: it is KV, and is computed again when the agent goes on;
 the reply says from which token. Of a sleeper nobody knows which page comes first, so its pages go in no order, but
 those of one sleeper before those of the next.
@@ -25,7 +28,7 @@ What a compaction will free is counted on once, and it is run ahead of requests;
 not been (the quota may refuse it, too), pages are given up in its stead. A shortage that is older than the room made
 since says nothing any more.
 
-Owner: the engine thread. May import kvd.ids, kvd.vm and siblings.
+Owner: the engine thread. May import kvd.ids, kvd.quant.spec, kvd.vm and siblings.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvd.ids import Namespace, PageId
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.endings import is_passing
 from kvd.vm.events import FilesGone, PagesUnwanted, RetryWanted
 from kvd.vm.page import PageState
@@ -109,13 +113,24 @@ def _shed(core: EngineCore, wanted_bytes: int, namespace: Namespace | None) -> N
     chosen: dict[PageId, int] = {}
     chosen_bytes = 0
     owners: dict[AgentRef, None] = {}
+    smaller: dict[AgentRef, None] = {}
     if wanted_bytes > 0:
         for ref, page, page_bytes in _by_value(core, namespace):
-            chosen[page] = page_bytes
             chosen_bytes += page_bytes
-            owners[ref] = None
+            if page is not None:
+                chosen[page] = page_bytes
+                owners[ref] = None
+            elif page_bytes:
+                smaller[ref] = None
             if chosen_bytes >= wanted_bytes:
                 break
+    # an unsaved one that loses a page is saved without it: computing it again would want the room that there is not
+    smaller |= dict.fromkeys(ref for ref in owners if (agent := core.agents.known(ref)) and agent.unsaved is not None)
+    if smaller.keys() - core.to_shrink.keys():
+        core.to_shrink |= smaller
+        for ref in smaller:
+            core.disk_quotas.try_again(ref.namespace)
+        core.log("open_pages_given_up", agents=list(map(str, smaller)))
     core.memory.apply(PagesUnwanted(tuple(chosen)))
     gone = frozenset(page for page in chosen if core.pager.page_state(page) in (None, PageState.EVICTED))
     if gone:
@@ -151,8 +166,10 @@ def _given_up(core: EngineCore, pages: frozenset[PageId], result: SwapResult) ->
     core.memory.apply(RetryWanted())  # there is room now, or never will be: either way it is time to see
 
 
-def _by_value(core: EngineCore, namespace: Namespace | None = None) -> Iterator[tuple[AgentRef, PageId, int]]:
+def _by_value(core: EngineCore, namespace: Namespace | None = None) -> Iterator[tuple[AgentRef, PageId | None, int]]:
     """Pages that have a file and need no frame, the least valuable first: whose, which, and what it takes.
+
+    None for a page: what an agent has that is in no page file (see `kvd.scheduler.commit.shrink`).
 
     Args:
         core: the engine's parts.
@@ -161,13 +178,12 @@ def _by_value(core: EngineCore, namespace: Namespace | None = None) -> Iterator[
     in_use = {each.space for each in core.pager.spaces if each.use.held or each.use.hint == "queued"}
     agents = sorted(core.agents.in_namespace(namespace), key=lambda agent: agent.branch.last_used)[:-1]
     agents.sort(key=is_passing, reverse=True)
-    able = [
+    idle = [
         agent
         for agent in agents
-        if agent.unsaved is None
-        and not agent.pinned
-        and not any(branch.space in in_use for branch in agent.branches.values())
+        if not agent.pinned and not any(branch.space in in_use for branch in agent.branches.values())
     ]
+    able = [agent for agent in idle if agent.unsaved is None]
     others = [(agent, each) for agent in able for each in agent.branches.values() if each is not agent.branch]
     others.sort(key=lambda pair: pair[1].last_used)
     asleep = core.agents.asleep
@@ -189,6 +205,22 @@ def _by_value(core: EngineCore, namespace: Namespace | None = None) -> Iterator[
                 yield ref, page_id, page_bytes
     for agent in able:
         yield from _pages(core, agent, agent.branch, waits, behind_window=False)
+    for ref in sleepers:
+        tail_tokens = asleep[ref].summary.computed_tokens % PAGE_TOKENS
+        yield ref, None, _sleepers_page_bytes(core, asleep[ref]) * len(core.spec.groups) * tail_tokens // PAGE_TOKENS
+    for agent in able:
+        yield agent.ref, None, _open_bytes(core, agent)
+    for agent in idle:
+        if agent.unsaved is not None:
+            yield agent.ref, None, _open_bytes(core, agent) + _dirty_bytes(core, agent)
+            for branch in agent.branches.values():
+                yield from _pages(core, agent, branch, waits, behind_window=None)
+
+
+def _open_bytes(core: EngineCore, agent: Agent) -> int:
+    """Bytes of KV that its log holds or waits for: open pages of all branches."""
+    branches = agent.branches.values()
+    return sum(sum(core.page_bytes(each.space)) * (each.computed % PAGE_TOKENS) // PAGE_TOKENS for each in branches)
 
 
 _STORED: Final = (PageState.CLEAN, PageState.EVICTED)

@@ -139,10 +139,12 @@ class StoreDoor:
         self._answers[record.namespace, record.agent, record.seq] = answer
         self._swap.submit(AppendRecordOp(record, missing))
 
-    def compact_log(self, ref: AgentRef, keep_branches: frozenset[int], answer: RecordAnswer) -> None:
-        """Queue a compaction; branches not named are let go of."""
+    def compact_log(
+        self, ref: AgentRef, keep_branches: frozenset[int], answer: RecordAnswer, *, open_pages: bool = True
+    ) -> None:
+        """Queue a compaction; branches not named are let go of, without `open_pages` all KV in the log, too."""
         self._log_answers.setdefault((ref.namespace, ref.agent), []).append(answer)
-        self._swap.submit(CompactLogOp(ref.namespace, ref.agent, keep_branches))
+        self._swap.submit(CompactLogOp(ref.namespace, ref.agent, keep_branches, open_pages))
 
     def delete_log(self, ref: AgentRef, answer: RecordAnswer) -> None:
         """Queue the deletion of an agent's log."""

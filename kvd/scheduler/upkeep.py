@@ -87,7 +87,9 @@ class Upkeep:
         if self._clock() >= self._disk.until_s:
             for agent in self._worth_saving()[:1]:
                 agent.last_save = self._core.agents.tick()
-                return agent.ref, "save"
+                return agent.ref, "shrink" if agent.ref in self._core.to_shrink else "save"
+        if (ref := self._next_to_shrink()) is not None:
+            return ref, "shrink"
         while self._expired or self._clock() >= self._next_look_s:
             if not self._expired:
                 self._expired, self._next_look_s = due(self._core), self._clock() + EXPIRY_LOOK_S
@@ -101,6 +103,17 @@ class Upkeep:
                 if agent.compaction_due and agent.logged:
                     return agent.ref, "compact"
             return self._next_to_wake()
+        return None
+
+    def _next_to_shrink(self) -> AgentRef | None:
+        """An agent that is saved, or sleeps, and is to do with less; the others are tried as they are saved."""
+        agents = self._core.agents
+        for ref in list(self._core.to_shrink):
+            agent = agents.known(ref)
+            if agent is None or agent.unsaved is None:
+                del self._core.to_shrink[ref]
+                if agent is not None or ref in agents.asleep:
+                    return ref
         return None
 
     def _next_to_wake(self) -> tuple[AgentRef, str] | None:
@@ -136,7 +149,8 @@ class Upkeep:
         for namespace in [each for each in self._quotas if not quotas.is_stuck(each)]:
             del self._quotas[namespace]
         waiting = {namespace for namespace, backoff in self._quotas.items() if now_s < backoff.until_s}
-        return [agent for agent in self.unsaved() if agent.ref.namespace not in waiting]
+        worth = [agent for agent in self.unsaved() if agent.ref.namespace not in waiting]
+        return sorted(worth, key=lambda agent: agent.ref not in self._core.to_shrink)  # they need the least room
 
     def save_ended(self, ref: AgentRef, *, durable: bool) -> None:
         """While the disk refuses, tries get rarer; once it takes one, the others follow at once.

@@ -211,8 +211,12 @@ class LogBook:
         self._put(ref, image, log, None if entry is None else entry.verified_s)
         return image
 
-    def compact(self, ref: AgentRef, keep: frozenset[int] | None, admit: Admit) -> AgentImage:
+    def compact(
+        self, ref: AgentRef, keep: frozenset[int] | None, admit: Admit, *, open_pages: bool = True
+    ) -> AgentImage:
         """Rewrite a log as snapshots, one branch in memory at a time; all or nothing.
+
+        Without `open_pages` the new log has no KV: text and ids stay, and what they lack is computed again.
 
         A branch other than the current one whose tail is rotten is cut to its last page border.
 
@@ -223,8 +227,9 @@ class LogBook:
             OSError: the log is as before, or the new one, not durable yet; `settle` makes it so.
         """
         entry = self._entry(ref)
-        admit(entry.image.rewritten_bytes(entry.image.branches if keep is None else keep))
-        return self._rewrite(ref, entry, self._snapshots(entry, entry.image, keep))
+        image = entry.image if open_pages else entry.image.without_open_pages()
+        admit(image.rewritten_bytes(image.branches if keep is None else keep))
+        return self._rewrite(ref, entry, self._snapshots(entry, image, keep))
 
     def _renew(
         self, ref: AgentRef, entry: _Entry, record: AgentRecord, durable: Collection[PageId], admit: Admit

@@ -79,7 +79,8 @@ class AgentRecord:
         token_bytes: for each appended token the UTF-8 bytes it stands for (0 inside a replacement run).
         spans: spans appended (a first span of the same kind as the base's last one continues it).
         text: UTF-8 bytes appended.
-        computed_tokens: tokens with KV after this record; `len(tokens) - computed_tokens` is 0 or 1 (pending).
+        computed_tokens: tokens with KV after this record; `len(tokens) - computed_tokens` is 0 or 1 (pending),
+            or more in a `snapshot` of an agent whose KV was given up.
         segments: one per segment of each cache group.
         time_s: wall clock, seconds since the epoch (for people only).
         numerics: version of the arithmetic and of the codec that computed the KV.

@@ -63,11 +63,13 @@ class CompactLogOp:
     Attributes:
         keep_branches: branches to keep besides the current one; None keeps all. The pages of dropped branches may be
             deleted afterwards.
+        open_pages: False gives up the KV that the log holds; text and ids stay.
     """
 
     namespace: str
     agent: str
     keep_branches: frozenset[int] | None = None
+    open_pages: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -392,7 +392,7 @@ class SwapStore:
     def _compact(self, op: CompactLogOp) -> SwapResult:
         ref = (op.namespace, op.agent)
         try:
-            image = self._logs.compact(ref, op.keep_branches, self._admit)
+            image = self._logs.compact(ref, op.keep_branches, self._admit, open_pages=op.open_pages)
         finally:
             self._usage.recount()
         return self._log_changed(op, ref, image, "compacted")

@@ -395,7 +395,10 @@ class World:
         """What the engine does at its ticks for turns the disk refused."""
         for agent in list(self.core.agents):
             if agent.unsaved is not None:
-                self.job("save", str(agent.ref))
+                self.job("shrink" if agent.ref in self.core.to_shrink else "save", str(agent.ref))
+        for ref in list(self.core.to_shrink):
+            if (known := self.core.agents.known(ref)) is not None and known.unsaved is None:
+                self.job("shrink", str(ref))
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 

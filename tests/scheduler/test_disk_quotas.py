@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvd.ids import Namespace
+from kvd.quant.spec import PAGE_TOKENS
 from kvd.scheduler.limits import LimitChange, LimitSettings
 from kvd.scheduler.upkeep import MAX_SAVE_WAIT_S, Upkeep
 from kvd.scheduler.views import agent_info, health_facts, statistics
@@ -196,6 +197,66 @@ def test_logs_above_the_quota_cost_no_kv(world: World) -> None:
     set_quota(world, None)
     world.tick()
     assert health_facts(world.core)["disk_quotas_too_small"] == []
+
+
+def test_agents_shorter_than_a_page_are_saved_under_a_quota(world: World) -> None:
+    """P25 P8: KV in logs is given up as pages are, used longest ago first; text and ids stay."""
+    texts = fill(world, [f"work/s{number}" for number in range(4)], lines=12)
+    assert not world.page_ids("work/s0")
+    quota_bytes = used(world)["work"]
+    set_quota(world, quota_bytes)
+    for number in range(4, 8):
+        texts |= fill(world, [f"work/s{number}"], lines=12)
+        until_saved(world)
+        assert used(world)["work"] <= quota_bytes
+    (first, *_) = world.events("open_pages_given_up")
+    assert "work/s0" in first["agents"]  # type: ignore[operator]
+    assert world.agent("work/s0").branch.computed == 0
+    assert world.agent("work/s7").branch.computed == len(world.agent("work/s7").branch.tokens) - 1
+    assert not world.events("log_not_compacted")
+    world.crash()
+    assert {name: world.text(name) for name in texts} == texts
+    turn = world.generate("work/s0", texts["work/s0"]).turn
+    assert turn.cached_tokens == 0
+    until_saved(world)
+    texts["work/s0"] = world.text("work/s0")
+    world.crash()
+    assert {name: world.text(name) for name in texts} == texts
+    assert world.agent("work/s0").branch.computed
+
+
+def test_other_branches_stay_saved_without_their_open_pages(world: World) -> None:
+    """P25: an agent that did with less is durable in all its branches, and goes on as before."""
+    text = fill(world, ["work/a"])["work/a"]
+    world.generate("work/a", text[:600] + " but then " + text_of(5))
+    world.settle()
+    agent = world.agent("work/a")
+    assert len(agent.branches) == 2
+    assert world.job("shrink", "work/a").facts["durable"]
+    assert all(branch.computed % PAGE_TOKENS == 0 for branch in agent.branches.values())
+    assert world.generate("work/a", world.text("work/a") + " and").turn.durable
+    assert all(branch.durable for branch in agent.branches.values())
+    now, branches = world.text("work/a"), set(agent.branches)
+    world.crash()
+    assert world.text("work/a") == now
+    assert set(world.agent("work/a").branches) == branches
+
+
+def test_a_quota_is_reached_although_nobody_is_saved(world: World) -> None:
+    """P25: unsaved agents are saved as text and ids, their pages go; RAM is not full of what waits."""
+    texts = fill(world, [f"work/a{number}" for number in range(5)])
+    set_quota(world, used(world)["work"] + 1_000)
+    for name in texts:
+        longer = texts[name] + text_of(40)
+        texts[name] = longer + world.generate(name, longer).turn.text
+    quota_bytes = used(world)["work"] * 2 // 3
+    set_quota(world, quota_bytes)
+    until_saved(world)
+    assert used(world)["work"] <= quota_bytes
+    assert not world.core.pager.quota_held_bytes.get(WORK)
+    assert health_facts(world.core)["disk_quotas_too_small"] == []
+    world.crash()
+    assert {name: world.text(name) for name in texts} == texts
 
 
 def test_a_small_one_gets_room_beside_a_large_one(world: World) -> None:
