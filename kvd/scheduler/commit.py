@@ -371,6 +371,8 @@ def shrink(core: EngineCore, agent: Agent) -> Generator[Wait, None, Committed]:
     for branch in agent.branches.values():
         while (border := stored_tokens(core, branch)) < branch.computed:
             core.cut_kv(branch, border)
+    if agent.logged and any(each.baseline.logged_computed % PAGE_TOKENS for each in agent.branches.values()):
+        yield from compact(core, agent, open_pages=False)  # first: it makes room for what is to be added
     for branch in [*agent.other_branches, agent.branch]:
         if not branch.durable or (branch is agent.branch and agent.refused is not None):
             done = yield from _append(core, agent, branch, "snapshot")
@@ -380,7 +382,7 @@ def shrink(core: EngineCore, agent: Agent) -> Generator[Wait, None, Committed]:
                     core.to_shrink.pop(agent.ref, None)  # a save reads what is in doubt
                 return done
     core.to_shrink.pop(agent.ref, None)
-    yield from compact(core, agent, open_pages=False)
+    sweep(core)
     return Committed(agent.unsaved)
 
 
