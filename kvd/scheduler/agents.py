@@ -105,7 +105,7 @@ class Branch:
 
     @property
     def behind(self) -> bool:
-        """True when more than the pending token lacks KV (lost pages): only a snapshot can say that, where it is meant."""
+        """True when more than the pending token lacks KV (lost pages): no record but a snapshot says that."""
         return len(self.tokens) - self.computed > 1
 
     @property

@@ -14,7 +14,7 @@ from kvd.scheduler.views import agent_info, health_facts, statistics
 from kvd.scheduler.waiting import no_room
 from kvd.store.errors import QuotaExceeded
 from kvd.store.swap_store import SwapStore
-from tests.scheduler.harness import World
+from tests.scheduler.harness import World, ref_of
 from tests.scheduler.porting import bring, export
 from tests.scheduler.test_shedding import fill, restart_asleep, until_saved
 from tests.scheduler.test_turn import text_of
@@ -225,6 +225,32 @@ def test_agents_shorter_than_a_page_are_saved_under_a_quota(world: World) -> Non
     assert world.agent("work/s0").branch.computed
 
 
+def test_sleepers_open_pages_go_first(world: World) -> None:
+    """P25: after a start all are asleep: the one used longest ago is woken to do with less, once."""
+    fill(world, ["work/a", "work/b"], lines=12)
+    restart_asleep(world)
+    upkeep = Upkeep(world.core, lambda: world.now_s, 1.0)
+    assert upkeep.next_job(idle=False) is None
+    set_quota(world, used(world)["work"] - 1)
+    world.settle()
+    assert upkeep.next_job(idle=False) == (ref_of("work/a"), "shrink")
+    assert upkeep.next_job(idle=False) is None
+
+
+def test_a_disk_that_refuses_to_shrink_a_log_costs_no_text(world: World) -> None:
+    """P8: RAM lets go first; what the log says more is true, and serves after a start."""
+    text = fill(world, ["work/a"], lines=12)["work/a"]
+    world.refuse_writes()
+    assert world.job("shrink", "work/a").facts["durable"]
+    assert world.agent("work/a").branch.computed == 0
+    assert world.events("log_not_compacted")
+    world.heal()
+    world.crash()
+    assert world.text("work/a") == text
+    turn = world.generate("work/a", text).turn
+    assert turn.cached_tokens == turn.prompt_tokens - 1
+
+
 def test_other_branches_stay_saved_without_their_open_pages(world: World) -> None:
     """P25: an agent that did with less is durable in all its branches, and goes on as before."""
     text = fill(world, ["work/a"])["work/a"]
@@ -242,8 +268,10 @@ def test_other_branches_stay_saved_without_their_open_pages(world: World) -> Non
     assert set(world.agent("work/a").branches) == branches
 
 
-def test_a_quota_is_reached_although_nobody_is_saved(world: World) -> None:
+@pytest.mark.parametrize("window", [None, PAGE_TOKENS])
+def test_a_quota_is_reached_although_nobody_is_saved(make_world: MakeWorld, window: int | None) -> None:
     """P25: unsaved agents are saved as text and ids, their pages go; RAM is not full of what waits."""
+    world = make_world(limits=LimitSettings(least_bytes=1), budget_pages=120, window=window)
     texts = fill(world, [f"work/a{number}" for number in range(5)])
     set_quota(world, used(world)["work"] + 1_000)
     for name in texts:

@@ -291,6 +291,28 @@ def test_a_deleted_page_can_be_written_again(store: SwapStore, fs: LossyFileSyst
     assert store.perform(ReadPageOp(op.header, op.layout)).payload == op.payload
 
 
+@pytest.mark.parametrize("disk_refuses", [False, True])
+def test_compaction_without_open_pages_keeps_text_and_ids(
+    store: SwapStore, fs: LossyFileSystem, disk_refuses: bool
+) -> None:
+    """P8: KV of open pages goes, full pages and everything else stay; a refusal half way leaves the log as it was."""
+    agent = good(store, ModelAgent("ada"), 300)
+    before = store.statistics().log_bytes
+    if disk_refuses:
+        fs.fail = lambda number, name, path: errno.EIO if name == "write" else None
+        assert store.perform(CompactLogOp("default", "ada", open_pages=False)).error is not None
+        fs.fail = lambda number, name, path: None
+        assert store.perform(ReadTailOp("default", "ada", 0, 0)).error is None
+        assert store.statistics().log_bytes == before
+        return
+    image = store.perform(CompactLogOp("default", "ada", open_pages=False)).image
+    assert image is not None
+    assert (image.branch.tokens, len(image.branch.text)) == (tuple(agent.tokens), 300)
+    assert image.branch.computed_tokens == 256
+    saved_bytes = before - store.statistics().log_bytes
+    assert saved_bytes > 40 * sum(layout.token_bytes for layout in LAYOUTS)
+
+
 def test_compaction_drops_dead_bytes_and_nothing_else(store: SwapStore) -> None:
     """The log shrinks, everything is read back, numbers go on."""
     agent = ModelAgent("ada")
