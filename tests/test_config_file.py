@@ -121,7 +121,7 @@ def test_what_a_file_may_not_say(tmp_path: Path, text: str, words: tuple[str, ..
     [
         ("serve", "budget = 0", ("[serve] budget: ", "at least 1000000 bytes, not 0")),
         ("serve", 'http = "foo"', ("[serve] http: ", "HOST:PORT", "foo")),
-        ("serve", "chunk = 513", ("[serve] chunk: ", "at most 512")),
+        ("serve", "chunk = 513", ("[serve] chunk: ", "512")),
         ("serve", 'namespace-quota = ["a=5"]', ("[serve] namespace_quota: ", "at least 1000000")),
         ("serve", 'swap = "off"\nwarm_from = ["/x"]', ("[serve] swap: ", "warm-from needs")),
         ("gateway", 'max_body = "1GB"', ("[gateway] max_body: ", "from 1024 to")),
