@@ -368,7 +368,7 @@ def test_what_the_disk_refused_is_saved_between_requests(runner: Runner, monkeyp
     upkeep = runner.engine._upkeep
     assert upkeep is not None
     deadline = time.monotonic() + WAIT_S
-    while not runner.look(lambda core: upkeep._next_save_s > 0) and time.monotonic() < deadline:
+    while not runner.look(lambda core: upkeep._disk.until_s > 0) and time.monotonic() < deadline:
         time.sleep(0.01)  # the engine's own first try fails, and the next one is a while away
     gate = Gate(runner.model)
     monkeypatch.setattr(upkeep, "_clock", lambda: time.monotonic() + 2 * MAX_SAVE_WAIT_S)
