@@ -57,7 +57,7 @@ class Desk:
         page_bytes, numbers = 1_000, count(1)
         self.spaces = [SpaceId(number) for number in range(1, pages // SPACE_PAGES + 1)]
         self.policy = POLICIES[policy]()
-        reserve_pages = 1 + 6  # a copy, and what is in flight
+        reserve_pages = 1 + 3  # a copy, and what is in flight: two writes and a load
         self.pager = Pager(
             page_bytes * (pages - SPACE_PAGES + reserve_pages),
             group_count=1,

@@ -160,7 +160,12 @@ def test_residency_has_each_page_once_with_its_state(daemon: Daemon) -> None:
     page_bytes = client.model_info()["page_bytes"]
     expected = {"filling": page_bytes, "packed": page_bytes * 18 // PAGE}  # packed once nobody uses it for a while
     tail = segment["tail"]
-    assert tail == {"tokens": 18, "state": tail["state"], "ram_bytes": expected[tail["state"]]}
+    assert tail == {
+        "tokens": 18,
+        "state": tail["state"],
+        "ram_bytes": expected[tail["state"]],
+        "pinned": False,
+    }
     assert all(page["resident"] and page["state"] == "clean" for page in segment["pages"])
     statistics = daemon.statistics()
     assert set(statistics["pages"]) == PAGE_STATES

@@ -11,7 +11,7 @@ import pytest
 
 from kvd_client import errors
 from kvd_client.stream import StreamEvent
-from tests.support.daemon import Daemon, short_folder
+from tests.support.daemon import Daemon, ageless, short_folder
 from tests.support.prose import prose
 from tests.support.zygote import Zygote
 
@@ -99,7 +99,7 @@ def test_a_request_that_can_never_fit_is_refused_with_both_figures(small: Daemon
     """P22: refused before anything is computed or evicted for it; the agent is as it was and goes on."""
     client, text = small.client, prose(300, "fits")
     first = client.generate("fits", text, max_tokens=4)
-    before, info = small.statistics(), client.agent_info("fits")
+    before, info = small.statistics(), ageless(client.agent_info("fits"))
     with pytest.raises(errors.BudgetExceeded) as refused:
         client.generate("fits", text + first.text + prose(3500, "more"), max_tokens=50)
     data = refused.value.data
@@ -111,7 +111,7 @@ def test_a_request_that_can_never_fit_is_refused_with_both_figures(small: Daemon
     with pytest.raises(errors.BudgetExceeded):
         client.inject("fits", prose(3500, "more"))
     after = small.statistics()
-    assert client.agent_info("fits") == info
+    assert ageless(client.agent_info("fits")) == info
     assert (after["tokens_computed"], after["evictions"]) == (before["tokens_computed"], before["evictions"])
     again = client.generate("fits", text + first.text, max_tokens=1)
     assert again.cached_tokens == again.prompt_tokens - 1
@@ -258,8 +258,8 @@ def test_a_bad_budget_is_refused_with_the_allowed_values(small: Daemon) -> None:
         with pytest.raises(errors.InvalidParams, match="budget"):
             small.client.configure(budget=value)
     refused = small.cli("budget", "0.5MB")
-    assert refused.code == 1
-    assert "budget must be from 1 MB to " in refused.stderr
+    assert refused.code == 2
+    assert "SIZE must be from 1 MB to " in refused.stderr
     assert "of the machine's" in refused.stderr
     assert small.cli("budget", "--namespace-quota", "nonsense").code == 2
     assert small.client.configure().budget_bytes == before.budget_bytes

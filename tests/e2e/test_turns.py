@@ -8,7 +8,7 @@ import pytest
 
 from kvd_client import errors
 from kvd_client.stream import Durable, FirstToken, Matched, Prefill, StreamEvent, Text, Usage
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, ageless
 from tests.support.prose import WORDS, prose
 
 pytestmark = pytest.mark.daemon
@@ -180,7 +180,7 @@ def test_refused_requests_leave_the_agent_unchanged(daemon: Daemon) -> None:
     """Each refusal has its own error with the figures, and the agent is byte for byte what it was."""
     client, text = daemon.client, prose(20, "refused")
     client.generate("refused", text, max_tokens=2)
-    before = client.agent_info("refused")
+    before = ageless(client.agent_info("refused"))
     with pytest.raises(errors.ContextFull) as full:
         client.generate("refused", prose(4000, "refused-long"), max_tokens=200)
     assert full.value.data == {"prompt_tokens": 4000, "max_tokens": 200, "context_tokens": 4096}
@@ -194,7 +194,7 @@ def test_refused_requests_leave_the_agent_unchanged(daemon: Daemon) -> None:
         client.call("generate", {"agent": "refused", "text": text, "wibble": 1})
     with pytest.raises(errors.InvalidParams, match="text, json_object or json_schema"):
         client.chat("refused", [{"role": "user", "content": "x"}], response_format={"type": "xml"})
-    assert client.agent_info("refused") == before
+    assert ageless(client.agent_info("refused")) == before
 
 
 def test_a_first_request_that_is_refused_makes_no_agent(daemon: Daemon) -> None:

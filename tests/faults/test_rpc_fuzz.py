@@ -25,7 +25,7 @@ import pytest
 from kvd.ops.footprint import process_footprint_bytes
 from kvd_client import AsyncClient, errors
 from kvd_client.wire import CODES
-from tests.support.daemon import Daemon, eventually, short_folder
+from tests.support.daemon import Daemon, ageless, eventually, short_folder
 from tests.support.prose import prose
 
 pytestmark = pytest.mark.daemon
@@ -40,7 +40,7 @@ def daemon(tiny_model_dir: Path) -> Iterator[Daemon]:
         client = running.client
         client.generate("witness", prose(300, "witness"), max_tokens=4)
         client.pin("witness")
-        _WITNESS[running.pid] = client.agent_info("witness")
+        _WITNESS[running.pid] = ageless(client.agent_info("witness"))
         yield running
 
 
@@ -54,7 +54,7 @@ def _unharmed(daemon: Daemon) -> Iterator[None]:
     yield
     with daemon.new_client(20) as client:
         assert client.health().ready
-        assert client.agent_info("witness") == _WITNESS[daemon.pid]
+        assert ageless(client.agent_info("witness")) == _WITNESS[daemon.pid]
     if HAS_FDS:  # else `test_descriptors_come_back` is reported as skipped
         eventually(lambda: _fds(daemon.pid) <= before_fds, f"no more than {before_fds} descriptors")
     grown = process_footprint_bytes(daemon.pid) - before_bytes
@@ -261,7 +261,7 @@ def test_parameters_of_another_shape(daemon: Daemon, params: object) -> None:
 def test_ids_in_flight_twice(daemon: Daemon) -> None:
     """A second request with the id of one in flight breaks the protocol; a free id may be used again."""
     with Raw(daemon) as raw:
-        raw.send(request(1) * 2)
+        raw.send(request(1, "statistics") * 2)  # `health` is answered before the second is read
         assert raw.ended_with() == "protocol"
     with Raw(daemon) as raw:
         for _ in range(3):
@@ -458,4 +458,4 @@ def test_the_agent_survives_all_of_it_and_a_kill(daemon: Daemon) -> None:
     daemon.restart()
     result = daemon.client.generate("witness", prose(300, "witness"), max_tokens=0)
     assert result.cached_tokens == 300
-    _WITNESS[daemon.pid] = daemon.client.agent_info("witness")
+    _WITNESS[daemon.pid] = ageless(daemon.client.agent_info("witness"))
