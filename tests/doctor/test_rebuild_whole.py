@@ -20,7 +20,7 @@ from tests.scheduler.test_turn import text_of
 ON_DISK = ("resident_pages", "swapped_pages", "resident_bytes")
 """What a restart changes: everything is on disk."""
 
-IN_RAM = ("used_s",)
+IN_RAM = ("used_s", "idle_s", "expires_s", "expires_in_s")
 """What a log tells of the last record alone: being forked or evicted makes none."""
 
 
