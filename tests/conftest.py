@@ -25,6 +25,7 @@ import platformdirs  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.support.examples import PROFILE  # noqa: E402
 from tests.support.folders import short_base, use_memory  # noqa: E402
 from tests.support.leaks import Inventory  # noqa: E402
 from tests.support.network import GUARDED_METHODS  # noqa: E402
@@ -34,7 +35,7 @@ from tests.support.zygote import Zygote, start_zygote  # noqa: E402
 _slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("same", derandomize=True, **_slow)  # type: ignore[arg-type]
 settings.register_profile("search", **_slow)  # type: ignore[arg-type]
-settings.load_profile(os.environ.get("KVD_TEST_EXAMPLES", "same"))
+settings.load_profile(PROFILE)
 
 use_memory()
 # what the user has configured is no business of the tests; empty: no file

@@ -21,6 +21,7 @@ from kvd.vm.errors import NoRoomForCopy, NotResident, SpaceInUse
 from kvd.vm.eviction import POLICIES
 from kvd.vm.pager import Pager
 from tests.property.paging_model import PAGE_TOKENS, Machine, Model, Token, Watched
+from tests.support.examples import SAME_EXAMPLES
 
 MAX_SPACES = 6
 NAMESPACES = (Namespace("work"), Namespace("play"))
@@ -745,7 +746,7 @@ class PagerMachine(RuleBasedStateMachine):
 
 
 PagerMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=30 if SAME_EXAMPLES else 150,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

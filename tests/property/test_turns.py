@@ -28,6 +28,7 @@ from kvd.store.layout import page_of_file
 from kvd.vm.prefix import common_prefix_bytes
 from tests.scheduler.fake_model import CONTEXT_TOKENS
 from tests.scheduler.harness import World, content
+from tests.support.examples import SAME_EXAMPLES
 from tests.support.tiny_model import make_tiny_model
 
 NAMES = ("ann", "bob", "eve")
@@ -440,7 +441,7 @@ class TurnMachine(RuleBasedStateMachine):
 
 TestTurns = TurnMachine.TestCase
 TestTurns.settings = settings(
-    max_examples=40,
+    max_examples=20 if SAME_EXAMPLES else 100,
     stateful_step_count=30,
     deadline=None,
     # explaining a failure runs it again and again under a tracer, which takes longer than any test may
