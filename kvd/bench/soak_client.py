@@ -248,7 +248,9 @@ class SoakClient:
         if result.text != "".join(streamed):
             raise Violation(f"{before.agent} streamed {''.join(streamed)!r} and answered {result.text!r}")
         self._count(result)
-        least = prompt if result.finish_reason == "stop" and options.get("stop") else None
+        # a last token that ends inside a character is not kept, though what it has before that was told
+        is_cut = result.finish_reason == "length" and result.completion_tokens < options["max_tokens"]
+        least = prompt if is_cut or (result.finish_reason == "stop" and options.get("stop")) else None
         self.shelf.put(
             before.answered(prompt + result.text, durable=result.durable, daemon_pid=self.daemon_pid, least=least)
         )
