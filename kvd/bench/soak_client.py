@@ -35,6 +35,9 @@ REFUSALS: Final = (AgentBusy, BudgetExceeded, Busy, ContextFull)
 RETURN_S: Final = 120.0
 """How long a killed daemon may take to come back."""
 
+CUT_CHARACTERS: Final = 16
+"""Longer is nothing that one token has before a character which it begins."""
+
 ODD_PIECES: Final = (
     "naïve café ",
     "日本語の文章。",
@@ -250,7 +253,9 @@ class SoakClient:
         self._count(result)
         # a last token that ends inside a character is not kept, though what it has before that was told
         is_cut = result.finish_reason == "length" and result.completion_tokens < options["max_tokens"]
-        least = prompt if is_cut or (result.finish_reason == "stop" and options.get("stop")) else None
+        least = prompt + result.text[:-CUT_CHARACTERS] if is_cut else None
+        if result.finish_reason == "stop" and options.get("stop"):
+            least = prompt
         self.shelf.put(
             before.answered(prompt + result.text, durable=result.durable, daemon_pid=self.daemon_pid, least=least)
         )
