@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvd.assembly import Assembly
@@ -24,7 +25,7 @@ from kvd.front.server import RpcServer
 from kvd.ops.children import KeptChild
 from kvd.ops.file_watch import FileWatch
 from kvd.ops.lifecycle import Notifier, StopAction, handle_stop_signals, inherited_sockets
-from kvd.ops.logs import RequestLine, get_logger, hand_on_record, request_line, set_level, setup_logging
+from kvd.ops.logs import RequestLines, get_logger, hand_on_record, request_line, set_level, setup_logging
 from kvd.ops.stall import StallWatch
 from kvd.reloading import Reloader, SettingsFile
 from kvd.scheduler.engine import Engine
@@ -53,6 +54,7 @@ class Daemon:
         self._settings = settings
         self._file = file
         self._log = get_logger("kvd")
+        self._lines = RequestLines(partial(request_line, self._log))
         self._facts: dict[str, object] = {}
         self._assembly = Assembly(settings, self._facts, self._log_event)
         self._engine = Engine(
@@ -61,7 +63,7 @@ class Daemon:
             max_batch=None if settings.max_batch == "auto" else settings.max_batch,
             decode_share=settings.decode_share,
             on_ready=self._on_engine_ready,
-            on_request_done=self._log_request,
+            on_request_done=self._lines.put,
             check=settings.check,
         )
         self._notifier = Notifier()
@@ -85,6 +87,7 @@ class Daemon:
             self._assembly.folder = folder
             asyncio.run(self._serve())
         finally:
+            self._lines.close()
             folder.close()
         if self._failure is not None:
             raise self._failure
@@ -239,6 +242,7 @@ class Daemon:
         if action is StopAction.FORCE:
             # what is durable is durable; nothing here is worth waiting for
             self._log.warning("forced_stop")
+            self._lines.close(timeout_s=0.5)
             os._exit(FORCED_EXIT_CODE)
         self._log.info(
             "draining", text="running requests finish; a second signal stops at once", **self._engine.queue_facts
@@ -274,10 +278,6 @@ class Daemon:
         notices = self._facts.get("notices")
         for notice in notices if isinstance(notices, list) else []:
             self._log.warning("notice", text=notice)
-
-    def _log_request(self, line: RequestLine) -> None:
-        """The one canonical line of a request."""
-        request_line(self._log, line)
 
     def _log_reload(self, event: str, *, level: str = "warning", **facts: object) -> None:
         """What became of a change of the configuration file, for the log and for whoever subscribed."""

@@ -3,13 +3,19 @@
 Lines are JSON objects in files and pipes, `key=value` on a terminal. A request leaves exactly one line at the default
 level (`request_line`); whatever happens inside it is `debug`. Prompts and replies are never logged. Log files are
 0600, are rotated by size, and few are kept. Imports structlog and kvd.ops.sizes only.
+
+A request's line costs one to two milliseconds of Python: `RequestLines` writes it on a thread of its own once the
+answer is out, so that neither who asked nor the next step of the model waits for it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,7 +30,19 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from kvd.ops.levels import LEVELS
 
-__all__ = ["LEVELS", "LogSetup", "RequestLine", "get_logger", "hand_on_record", "request_line", "setup_logging"]
+__all__ = [
+    "LEVELS",
+    "LogSetup",
+    "RequestLine",
+    "RequestLines",
+    "get_logger",
+    "hand_on_record",
+    "request_line",
+    "setup_logging",
+]
+
+LINE_AFTER_S = 0.01
+"""How long a request's line waits: its answer goes through three threads first, and they share one interpreter."""
 
 _CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3", "watchdog")
 """Libraries whose `info` is noise to us: they are held at `warning`."""
@@ -86,6 +104,42 @@ def request_line(logger: structlog.stdlib.BoundLogger, line: RequestLine) -> Non
         logger.info("request", **facts)
     else:
         logger.warning("request", **facts)
+
+
+class RequestLines:
+    """Writes lines of finished requests, in order, on its own thread; from any thread.
+
+    What `kill -9` ends within `LINE_AFTER_S` of an answer leaves no line.
+
+    Args:
+        write: writes one line; what it raises is nobody's trouble but the line's.
+    """
+
+    def __init__(self, write: Callable[[RequestLine], None]) -> None:
+        self._write = write
+        self._lines: queue.SimpleQueue[RequestLine | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvd-request-lines", daemon=True)
+        self._thread.start()
+
+    def put(self, line: RequestLine) -> None:
+        """Have a line written soon."""
+        self._lines.put(line)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is left, and end; harmless when called twice."""
+        self._lines.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            time.sleep(LINE_AFTER_S)
+            with suppress(Exception):  # a full disk, or a stream that is closed
+                self._write(line)
+            for _ in range(self._lines.qsize()):  # those that came meanwhile have waited, too, or nearly
+                if (line := self._lines.get()) is None:
+                    return
+                with suppress(Exception):
+                    self._write(line)
 
 
 def _rounded(value: object) -> object:

@@ -13,6 +13,7 @@
 - `endings` deletes agents whose time is over
 - `errors`: the service's errors
 - `exporting` and `importing` move an agent to a file and back in steps of `file_steps`
+- `forking` makes a fork durable while its memory is made
 - `generation` computes and samples; `logprobs` tells clients what tokens were likely
 - `governor` limits what is written by the minute
 - `inbox` shares the engine's time between requests and look-ups

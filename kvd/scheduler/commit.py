@@ -204,7 +204,7 @@ def _append(core: EngineCore, agent: Agent, branch: Branch, kind: RecordKind) ->
         result = yield from _answer_to(partial(core.store.append_record, record, missing=_behind(core, branch)))
         error = result.error
         if error is None and result.image is not None:
-            _committed(core, agent, branch, result.image)
+            committed(core, agent, branch, result.image)
             return Committed(None, result.written_bytes + _page_bytes(core, branch, record))
         if error is None or type(error) in tried or not _remedy(core, agent, branch, error):
             return Committed(error.message if error is not None else "the record was not applied")
@@ -335,7 +335,15 @@ def _tails_at_hand(core: EngineCore, branch: Branch) -> bool:
     return True
 
 
-def _committed(core: EngineCore, agent: Agent, branch: Branch, image: AgentImage) -> None:
+def committed(core: EngineCore, agent: Agent, branch: Branch, image: AgentImage) -> None:
+    """The disk has a branch as it is: bring the books in line.
+
+    Args:
+        core: the engine's parts.
+        agent: whose branch.
+        branch: what was committed.
+        image: the agent as its log says.
+    """
     agent.seq = image.seq
     agent.logged = True
     mark_committed(branch, agent.branches.values())

@@ -454,14 +454,29 @@ class EngineCore:
         self.sharing.note(branch)
         return branch, notes
 
-    def fork_agent(self, parent: Agent, ref: AgentRef, tokens: int, stop: Stop) -> Generator[Wait, None, Agent]:
+    def fork_agent(
+        self,
+        parent: Agent,
+        ref: AgentRef,
+        tokens: int,
+        stop: Stop,
+        meanwhile: Callable[[int], None] = lambda computed: None,
+    ) -> Generator[Wait, None, Agent]:
         """A new agent that maps the pages of `parent`'s current branch up to `tokens`.
+
+        Args:
+            parent: whose branch.
+            ref: the new agent's name.
+            tokens: ids it keeps.
+            stop: says why to end early.
+            meanwhile: called with the tokens whose KV it keeps, once nothing can prevent the fork any more and before
+                its open page is copied.
 
         Raises:
             Cancelled, Busy: no agent was made.
         """
         child = Agent(ref, created_s=time.time())
-        space, computed, _ = yield from self._fork_space(parent.branch, ref, child.next_branch, tokens, stop)
+        space, computed, _ = yield from self._fork_space(parent.branch, ref, child.next_branch, tokens, stop, meanwhile)
         branch = self.copy_branch(parent.branch, child.next_branch, space, tokens)
         branch.drop_kv_from(computed)
         child.next_branch += 1
@@ -474,13 +489,19 @@ class EngineCore:
         return child
 
     def _fork_space(
-        self, source: Branch, ref: AgentRef, branch_id: int, tokens: int, stop: Stop
+        self,
+        source: Branch,
+        ref: AgentRef,
+        branch_id: int,
+        tokens: int,
+        stop: Stop,
+        meanwhile: Callable[[int], None] = lambda computed: None,
     ) -> Generator[Wait, None, tuple[SpaceId, int, list[str]]]:
         # nothing of the source need be in RAM but the page that is cut
         computed, notes = yield from hold_cut(self, source, tokens, stop)
         space = self.open_space(ref, branch_id, source.format_ids)
         try:
-            yield from apply_when_room(self, Forked(source.space, space, computed), stop)
+            yield from apply_when_room(self, Forked(source.space, space, computed), stop, lambda: meanwhile(computed))
         except BaseException:
             self.memory.remove_space(space)
             del self._owners[space]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from kvd.store.errors import DiskFault, QuotaExceeded
-from kvd.store.swap_ops import AppendRecordOp, ReadPageOp, ReadTailOp, SwapResult, WritePageOp
+from kvd.store.swap_ops import AppendRecordOp, ForkLogOp, ReadPageOp, ReadTailOp, SwapResult, WritePageOp
 
 SLOW_S: Final = 2.0
 """A page or record that takes longer than this is felt by whoever waits for it."""
@@ -39,7 +39,7 @@ class DiskHealth:
         match result.op:
             case WritePageOp():
                 kind = "pages"
-            case AppendRecordOp():
+            case AppendRecordOp() | ForkLogOp():
                 kind = "records"
             case ReadPageOp() | ReadTailOp():
                 kind = "reads"

@@ -17,6 +17,7 @@ from kvd.scheduler.commit import commit, compact, delete_agent, make_recordable,
 from kvd.scheduler.endings import give_end, is_due, use
 from kvd.scheduler.errors import NotDeleted
 from kvd.scheduler.exporting import export_agent
+from kvd.scheduler.forking import ForkNoting
 from kvd.scheduler.importing import import_agent
 from kvd.scheduler.requests import AgentRef, JobRequest
 from kvd.scheduler.verifying import verify_agent
@@ -74,11 +75,15 @@ def _fork(core: EngineCore, request: JobRequest, stop: Stop) -> Job:
     tokens = len(parent.branch.tokens) if wanted is None else _cut_point(parent.branch.tokens, wanted)
     tokens = parent.branch.border_at_most(tokens)
     refuse_over_budget(core, parent, parent.branch, tokens)
-    child = yield from core.fork_agent(parent, child_ref, tokens, stop)
     ttl_s = request.arguments.get("ttl_s")
-    give_end(core, child, ttl_s if isinstance(ttl_s, float) else None)
+    noting = ForkNoting(core, parent, child_ref, tokens, ttl_s if isinstance(ttl_s, float) else None)
+    child = yield from core.fork_agent(parent, child_ref, tokens, stop, noting.begin)
+    child.created_s = noting.created_s
+    give_end(core, child, noting.ttl_s)
     use(core, child)
     use(core, parent)
+    if (told := (yield from noting.end(child))) is not None:
+        return told
     return (yield from _save_and_tell(core, child, "create", stop))
 
 

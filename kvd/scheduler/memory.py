@@ -232,8 +232,12 @@ class Memory:
 
     # ---- events in --------------------------------------------------------------------------------------------------
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: Event, meanwhile: Callable[[], None] | None = None) -> None:
         """Give the pager an event and carry out what it says.
+
+        Args:
+            event: what happened.
+            meanwhile: called once the pager has agreed and before bytes are moved, to set other threads to work.
 
         Raises:
             IllegalEvent, NotResident, NoRoomForCopy, SpaceInUse: nothing has changed.
@@ -243,6 +247,8 @@ class Memory:
             if isinstance(event, Tick):
                 self._read_refused()
             instructions = self.pager.handle(event)
+            if meanwhile is not None:
+                meanwhile()
             if self.trace is not None:
                 self.trace.observe(event)
             if isinstance(event, TokensAppended) and any(event.keys):

@@ -17,6 +17,7 @@ from kvd.scheduler.disk_health import DiskHealth
 from kvd.scheduler.errors import EngineBroken
 from kvd.scheduler.requests import AgentRef
 from kvd.store.errors import QuotaExceeded
+from kvd.store.fork_notes import ForkNote
 from kvd.store.page_file import PageHeader
 from kvd.store.records import AgentRecord
 from kvd.store.swap_ops import (
@@ -26,6 +27,7 @@ from kvd.store.swap_ops import (
     DeleteLogOp,
     DeletePageOp,
     FileStepOp,
+    ForkLogOp,
     GiveUpPagesOp,
     PagesChecked,
     ReadPageOp,
@@ -139,6 +141,11 @@ class StoreDoor:
         self._answers[record.namespace, record.agent, record.seq] = answer
         self._swap.submit(AppendRecordOp(record, missing))
 
+    def fork_log(self, note: ForkNote, answer: RecordAnswer, flushing: Callable[[], None]) -> None:
+        """Queue a fork that begins as another agent's log does."""
+        self._log_answers.setdefault(note.child_ref, []).append(answer)
+        self._swap.submit(ForkLogOp(note, flushing))
+
     def compact_log(
         self, ref: AgentRef, keep_branches: frozenset[int], answer: RecordAnswer, *, open_pages: bool = True
     ) -> None:
@@ -221,6 +228,8 @@ class StoreDoor:
                 self._tail_came(namespace, agent, branch, group, result)
             case AppendRecordOp(record):
                 self._answers.pop((record.namespace, record.agent, record.seq))(result)
+            case ForkLogOp(note, _):
+                _first(self._log_answers, note.child_ref)(result)
             case CompactLogOp(namespace, agent) | DeleteLogOp(namespace, agent) | WakeLogOp(namespace, agent):
                 _first(self._log_answers, (namespace, agent))(result)
             case DeletePageOp(page_id):
@@ -239,7 +248,7 @@ class StoreDoor:
                 raise EngineBroken(f"the swap thread ended: {reason}")
 
     def _note_health(self, result: SwapResult) -> None:
-        if isinstance(result.error, QuotaExceeded) and isinstance(result.op, WritePageOp | AppendRecordOp):
+        if isinstance(result.error, QuotaExceeded) and isinstance(result.op, WritePageOp | AppendRecordOp | ForkLogOp):
             self._shortage = Shortage(result.error.over_bytes, result.error.quota_bytes)
         before = self.health.state
         self.health.note(result)

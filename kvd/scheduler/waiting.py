@@ -254,8 +254,10 @@ def until_in(core: EngineCore, reservation: Reservation, stop: Stop) -> Waiting:
         raise_if_stopped(stop)
 
 
-def apply_when_room(core: EngineCore, event: Event, stop: Stop) -> Waiting:
+def apply_when_room(core: EngineCore, event: Event, stop: Stop, meanwhile: Callable[[], None] | None = None) -> Waiting:
     """Apply an event that may need a frame for a copy (a cut inside a page), when there is room for it.
+
+    `meanwhile` is called as `Memory.apply` says.
 
     Where there is none, others have it: a transfer that ends gives it back, and so does a cut or fork of another
     request, once it is in the log.
@@ -267,7 +269,7 @@ def apply_when_room(core: EngineCore, event: Event, stop: Stop) -> Waiting:
     stuck = _stuck(core)
     while True:
         try:
-            core.memory.apply(event)
+            core.memory.apply(event, meanwhile)
         except NoRoomForCopy:
             if stuck():
                 raise

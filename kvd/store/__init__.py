@@ -20,8 +20,10 @@ On disk, bytes in and bytes out, no arrays; in the order of dependence:
 - `agent_image`, `snapshot`: an agent from its records, and back (pure); import records, kvd.quant.spec.
 - `catalog`, `catalog_keeper`: the SQLite catalog, which is derived state; import page_file.
 - `log_replay`, `sleeping`: an agent from its log's bytes, and which logs need not be read at start; import the above.
+- `fork_notes`: a new agent in one line, as the beginning of another one's log; imports the above.
 - `recovery_report`, `recovery`: from a folder in any state to agents; import all of the above.
 - `disk_usage`, `log_tails`, `log_book`: the quota over every byte, tails read from logs, all logs; import the above.
+- `fork_book`: forks that have a note, and making their logs; imports the above.
 - `verify`: whether a file is what was written, for `kvd doctor`; imports page_file, agent_image.
 - `swap_ops`, `swap_store`, `swap_thread`: operations as data, their execution, and the threads around it.
 - `folder_watch`: notices page files that others change; imports layout.

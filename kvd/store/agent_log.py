@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -238,8 +238,10 @@ class AgentLog:
         self.last_offset = 0 if scan is None else scan.last_offset
         self._name_durable = scan is not None and name_durable
 
-    def append(self, seq: int, payload: Payload) -> int:
+    def append(self, seq: int, payload: Payload, flushing: Callable[[], None] | None = None) -> int:
         """Add a frame; when this returns it survives a loss of power.
+
+        `flushing` is called when nothing is left to do but to flush.
 
         When it raises, the log's good part is unchanged; bytes that a failed append may have left are cut off at once
         if the disk allows it and before the next append otherwise.
@@ -263,6 +265,8 @@ class AgentLog:
             try:
                 for part in (header, *payload):
                     self._fs.write(handle, part)
+                if flushing is not None:
+                    flushing()
                 self._fs.fsync(handle)
                 if not self._name_durable:
                     self._fs.fsync_dir(self.path.parent)

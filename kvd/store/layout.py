@@ -5,6 +5,7 @@
     <root>/exports/                                        notes of exports under way: where the unfinished file is
     <root>/<fingerprint>/swap/<xx>/<page id>.safetensors   xx: the page id's first two digits
     <root>/<fingerprint>/agents/<name digest>.log          blake2b-128 of namespace NUL agent
+    <root>/<fingerprint>/forks.log                         notes of forks whose logs are still to be made
     <root>/<fingerprint>/quarantine/                       what was found bad, never served
     <root>/<fingerprint>/catalog.sqlite3                   derived state
 
@@ -207,6 +208,10 @@ class DataFolder:
     def log_path(self, fingerprint: str, namespace: str, agent: str) -> Path:
         """The log of an agent; its name is a digest, as agent names may hold any character."""
         return self.agents_folder(fingerprint) / log_name(namespace, agent)
+
+    def forks_path(self, fingerprint: str) -> Path:
+        """The notes of forks (`kvd.store.fork_notes`)."""
+        return self.model_folder(fingerprint) / "forks.log"
 
     def quarantine_folder(self, fingerprint: str) -> Path:
         """Where bad files are put aside."""

@@ -1,7 +1,10 @@
 """All agents' logs of one model: append, compact, read tails, delete; and which pages they name.
 
 A record is applied to the agent's image before it is written, so no log ever holds a record that cannot be replayed.
-Owned by the swap thread. May import kvd.errors, kvd.ids and siblings of kvd.store.
+An agent that a fork's note made durable has no log yet: it is *promised* (`kvd.store.fork_book`), and its pages count.
+
+Long because whatever changes a log keeps the books of all of them. Owned by the swap thread. May import kvd.errors,
+kvd.ids and siblings of kvd.store.
 """
 
 from __future__ import annotations
@@ -98,6 +101,7 @@ class LogBook:
         self.namespace_bytes: Counter[str] = Counter()
         self._counted: dict[AgentRef, int] = {}
         self.unreadable = set(recovered.unreadable)
+        self._promised: dict[AgentRef, set[PageId]] = {}
         self._asleep: dict[AgentRef, SleepingAgent] = dict(recovered.asleep)
         for ref, agent in self._asleep.items():
             self._references.update(agent.page_ids)
@@ -210,6 +214,50 @@ class LogBook:
             raise
         self._put(ref, image, log, None if entry is None else entry.verified_s)
         return image
+
+    # ---- forks ------------------------------------------------------------------------------------------------------
+
+    def stands(self, ref: AgentRef) -> tuple[AgentImage, AgentLog]:
+        """An agent whose log others may begin as: awake, and whole as far as a look now and then can tell.
+
+        Raises:
+            AgentNotFound: no such agent.
+            LogDamaged: its log is not what was committed.
+            OSError: the disk refused.
+        """
+        entry = self._entry(ref)
+        if not entry.damaged and self._clock() - entry.verified_s >= VERIFY_EVERY_S:
+            self._verify(entry)
+        found = self._fs.stat(entry.log.path)
+        if entry.damaged or found is None or found.file_bytes < entry.log.good_bytes:
+            raise LogDamaged(path=str(entry.log.path))
+        return entry.image, entry.log
+
+    def is_free(self, ref: AgentRef) -> bool:
+        """Whether an agent has neither a log nor a promise of one, nor any file in a log's place."""
+        path = self._folder.log_path(self._fingerprint, *ref)
+        known = ref in self._entries or ref in self._asleep or ref in self._promised
+        return not known and path.name not in self.unreadable and self._fs.stat(path) is None
+
+    def promise(self, ref: AgentRef, page_ids: set[PageId], log_bytes: int) -> None:
+        """An agent's log is still to be made; the pages it will name, and its length, count from now on."""
+        self._promised[ref] = page_ids
+        self._references.update(page_ids)
+        self._count(ref, log_bytes)
+
+    def begin(self, record: AgentRecord) -> AgentImage:
+        """Make a promised log, all or nothing; harmless to repeat.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        ref = (record.namespace, record.agent)
+        log, images = self._open(ref, None), list[AgentImage]()
+        log.replace(self._frames([record], images))
+        self._put(ref, images[0], log)
+        return images[0]
+
+    # ---- logs as a whole --------------------------------------------------------------------------------------------
 
     def compact(
         self, ref: AgentRef, keep: frozenset[int] | None, admit: Admit, *, open_pages: bool = True
@@ -425,7 +473,8 @@ class LogBook:
     def _put(self, ref: AgentRef, image: AgentImage, log: AgentLog, verified_s: float | None = None) -> None:
         old = self._entries.get(ref)
         new_pages = image.page_ids()
-        old_pages = old.image.page_ids() if old is not None else set()
+        promised = self._promised.pop(ref, set())
+        old_pages = old.image.page_ids() if old is not None else promised
         self._references.update(new_pages - old_pages)
         self._dereference(old_pages - new_pages)
         self._entries[ref] = _Entry(image, log, self._clock() if verified_s is None else verified_s)
@@ -433,6 +482,7 @@ class LogBook:
 
     def _drop(self, ref: AgentRef) -> None:
         entry, agent = self._entries.pop(ref, None), self._asleep.pop(ref, None)
+        self._dereference(self._promised.pop(ref, set()))
         if entry is not None:
             self._dereference(entry.image.page_ids())
         if agent is not None:

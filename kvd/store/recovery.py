@@ -1,10 +1,11 @@
 """From a data folder in any state to agents that can be served.
 
-Theory of operation. Logs are the truth. In order: (1) list page files and logs, (2) read the logs that the catalog does
-not vouch for (`kvd.store.sleeping`; without a catalog: all), cut torn ends, put corrupt rests aside, replay, (3) remove
-files that were being written, (4) look at pages: one that a log names must have a file of the right length with the
-right identity, a file that no log names is an orphan, (5) bring the catalog in line, (6) count every byte. Contents of
-pages are verified when they are loaded, not here.
+Theory of operation. Logs are the truth. In order: (1) list page files and logs, and make the logs that forks were
+promised (`kvd.store.fork_notes`), (2) read the logs that the catalog does not vouch for (`kvd.store.sleeping`; without
+a catalog: all), cut torn ends, put corrupt rests aside, replay, (3) remove files that were being written, (4) look at
+pages: one that a log names must have a file of the right length with the right identity, a file that no log names is an
+orphan, (5) bring the catalog in line, (6) count every byte. Contents of pages are verified when they are loaded, not
+here.
 
 Nothing is deleted that a log names, and no log is deleted. When a log could not be read at all, or lost committed
 records, orphans may be its pages: in the first case they stay, in the second they go to quarantine, as they do when no
@@ -31,6 +32,7 @@ from kvd.store.agent_file_io import remove_unfinished
 from kvd.store.agent_image import AgentImage, Layouts
 from kvd.store.agent_log import LogScan, log_seed, scan_log
 from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, CatalogContents, PageRow, open_catalog
+from kvd.store.fork_notes import FinishedForks, finish_forks
 from kvd.store.fs import FileStat, FileSystem, is_temp_name
 from kvd.store.fs_meter import MeteredFileSystem
 from kvd.store.layout import DataFolder, is_log_name
@@ -119,6 +121,7 @@ class _Recovery:
         self.is_blind = not (contents.pages or contents.agents)
         try:
             scan = self.swap.scan()
+            forks = self._finish_forks()
             self._read_logs(contents, scan, read_agents, read_bytes)
             self._sweep(scan)
             self._check_pages(scan, contents)
@@ -129,6 +132,7 @@ class _Recovery:
                 catalog.close()
         untouched = not (self.temp_files or self.orphans or self.quarantined)
         used = self.folder.usage(self.fingerprint, swap_bytes=scan.total_bytes if untouched else None)
+        facts += forks.facts
         if contents.bad_rows:
             facts += (f"{contents.bad_rows} catalog rows have wrong checksums",)
         return RecoveryReport(
@@ -157,9 +161,15 @@ class _Recovery:
             read_bytes=self.fs.bytes_read,
             reads=self.fs.reads,
             is_catalog_in_line=in_line,
+            stuck_forks=forks.stuck,
         )
 
     # ---- logs -------------------------------------------------------------------------------------------------------
+
+    def _finish_forks(self) -> FinishedForks:
+        return finish_forks(
+            self.fs, self.folder, self.fingerprint, self.layouts, self.full_groups, dry_run=self.dry_run
+        )
 
     def _read_logs(self, contents: CatalogContents, scan: SwapScan, read_agents: int, read_bytes: int) -> None:
         agents_folder = self.folder.agents_folder(self.fingerprint)

@@ -10,6 +10,7 @@ from kvd.ids import PageId
 from kvd.store.agent_image import AgentImage
 from kvd.store.agent_log import LogScan
 from kvd.store.catalog import AgentRow
+from kvd.store.fork_notes import ForkNote
 from kvd.store.layout import FolderUsage, log_name
 from kvd.store.page_file import PageHeader
 from kvd.store.sleeping import AgentRef, SleepingAgent, pack_pages, pack_summary
@@ -65,6 +66,7 @@ class RecoveryReport:
         asleep: agents whose logs were not read, since the catalog vouches for them.
         read_bytes: what was read of files, the catalog apart; `reads` how often.
         is_catalog_in_line: the catalog was brought in line with all this, durably.
+        stuck_forks: notes of forks whose parents' logs the disk refused to read.
     """
 
     agents: dict[AgentRef, AgentImage]
@@ -92,6 +94,7 @@ class RecoveryReport:
     read_bytes: int = 0
     reads: int = 0
     is_catalog_in_line: bool = False
+    stuck_forks: tuple[ForkNote, ...] = ()
 
     @property
     def swap_bytes(self) -> int:

@@ -18,6 +18,7 @@ from kvd.errors import KvdError
 from kvd.ids import PageId
 from kvd.quant.spec import PageLayout
 from kvd.store.agent_image import AgentImage
+from kvd.store.fork_notes import ForkNote
 from kvd.store.fs import FileSystem
 from kvd.store.layout import DataFolder
 from kvd.store.page_file import PageHeader
@@ -54,6 +55,21 @@ class AppendRecordOp:
 
     record: AgentRecord
     missing: frozenset[PageId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ForkLogOp:
+    """Make a new agent durable as the beginning of another one's log; its own log follows.
+
+    After any error but a DiskFault nothing was written, and a record of the child itself may do instead.
+
+    Attributes:
+        note: whose log, and how much of it.
+        flushing: called on the swap thread when nothing is left to do but to flush; not after an error.
+    """
+
+    note: ForkNote
+    flushing: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +229,7 @@ SwapOp = (
     WritePageOp
     | ReadPageOp
     | AppendRecordOp
+    | ForkLogOp
     | CompactLogOp
     | DeletePageOp
     | CheckPagesOp
@@ -234,6 +251,8 @@ def doing(op: SwapOp) -> str:
             return f"Reading page {op.expected.page_id}"
         case AppendRecordOp():
             return f"Committing record {op.record.seq} of agent {op.record.agent!r}"
+        case ForkLogOp(note, _):
+            return f"Noting fork {note.child!r} of agent {note.parent!r}"
         case CompactLogOp() | DeleteLogOp() | ReadTailOp() | WakeLogOp():
             return f"{type(op).__name__.removesuffix('Op')} of agent {op.agent!r}"
         case DeletePageOp():
@@ -259,7 +278,7 @@ class SwapResult:
         written_bytes: bytes written for it.
         read_bytes: bytes read for it.
         payload: page (a view into its file's bytes) or tail, for reads that succeeded.
-        image: the agent afterwards, for records and compactions that succeeded.
+        image: the agent afterwards, for records, forks and compactions that succeeded.
         facts: what else happened and belongs into the log (quarantined files, recreated folders, a new catalog).
         value: what a `FileStepOp` returned, a `WakeLogOp` says, a `CheckPagesOp` found (`PagesChecked`), or a
             `GiveUpPagesOp` counted.

@@ -27,6 +27,7 @@ from kvd.store.catalog import AgentRow
 from kvd.store.catalog_keeper import CatalogKeeper
 from kvd.store.disk_usage import DiskUsage, log_reserve_bytes
 from kvd.store.errors import DiskFault, FileFault, LogCorrupt, LogVanished, PageCorrupt, PageMissing, PageReferenced
+from kvd.store.fork_book import ForkBook
 from kvd.store.fs import FileSystem
 from kvd.store.fs_meter import MeteredFileSystem
 from kvd.store.layout import DataFolder
@@ -44,6 +45,7 @@ from kvd.store.swap_ops import (
     DeletePageOp,
     FileStepOp,
     FlushOp,
+    ForkLogOp,
     GiveUpPagesOp,
     PagesChecked,
     ReadFigures,
@@ -121,6 +123,16 @@ class SwapStore:
         self._rows_due: dict[tuple[str, str], float] = {}  # agents whose catalog rows are behind, and since when
         self._layouts = layouts
         self._logs = LogBook(folder, fingerprint, self._fs, layouts, full_groups, recovered, self._facts.append)
+        self._forks = ForkBook(
+            folder,
+            fingerprint,
+            self._fs,
+            layouts,
+            self._logs,
+            self._facts.append,
+            self._log_made,
+            recovered.stuck_forks,
+        )
         self._written_before = recovered.counters.get("bytes_written", 0)
         self._usage = DiskUsage(folder, fingerprint, self._fs, quota_bytes, counted=recovered.usage)
         self._catalog = CatalogKeeper(
@@ -154,7 +166,7 @@ class SwapStore:
                 error = DiskFault(doing(op), str(fault.filename or self._folder.root), fault)
         except Exception as fault:
             error = InternalError(f"{doing(op)} failed: {fault!r}")
-        if error is not None and isinstance(op, WritePageOp | AppendRecordOp | CompactLogOp):
+        if error is not None and isinstance(op, WritePageOp | AppendRecordOp | ForkLogOp | CompactLogOp):
             self._counts["write_errors"] += 1
         facts = tuple(self._facts)
         self._facts.clear()
@@ -194,7 +206,9 @@ class SwapStore:
         """Commit the catalog and remove the files of deleted pages. Called when the queue is empty.
 
         An agent's row is made here, once for all its records since: nobody who waits for a record waits for its row.
+        So is the log of an agent that was forked.
         """
+        self._forks.tidy()
         for ref, time_s in self._rows_due.items():
             if self._logs.image(ref) is not None:  # its log may have vanished since
                 self._catalog.put_agent(self._logs.row(ref, time_s))
@@ -277,6 +291,7 @@ class SwapStore:
     def read_tail(self, namespace: str, agent: str, branch: int, group: int) -> bytes:
         """As `ReadTailOp`; a disk that refuses is a DiskFault."""
         with self._faults_of(ReadTailOp(namespace, agent, branch, group)):
+            self._forks.settle((namespace, agent))
             return self._logs.read_tail((namespace, agent), branch, group)
 
     def write_page(self, header: PageHeader, layout: PageLayout, payload: bytes) -> None:
@@ -302,6 +317,8 @@ class SwapStore:
                 return SwapResult(op, None, 0.0, payload=self._read_page(op))
             case AppendRecordOp():
                 return self._append(op)
+            case ForkLogOp():
+                return self._fork(op)
             case CompactLogOp():
                 return self._compact(op)
             case DeletePageOp():
@@ -311,6 +328,7 @@ class SwapStore:
             case GiveUpPagesOp(page_ids):
                 return SwapResult(op, None, 0.0, value=self._give_up(page_ids))
             case DeleteLogOp():
+                self._forks.let_go((op.namespace, op.agent))
                 self._rows_due.pop((op.namespace, op.agent), None)
                 renewals = self._catalog.renewals
                 self._catalog.drop_agent(op.namespace, op.agent)
@@ -321,6 +339,7 @@ class SwapStore:
             case WakeLogOp():
                 return self._wake(op)
             case ReadTailOp():
+                self._forks.settle((op.namespace, op.agent))
                 tail = self._logs.read_tail((op.namespace, op.agent), op.branch, op.group, op.segment)
                 return SwapResult(op, None, 0.0, payload=tail)
             case FileStepOp(step):
@@ -375,6 +394,7 @@ class SwapStore:
 
     def _append(self, op: AppendRecordOp) -> SwapResult:
         ref = (op.record.namespace, op.record.agent)
+        self._forks.settle(ref)
         before = self._logs.log_bytes(ref)
         renewed = self._logs.renewed
         durable = {*self._pages, *op.missing} if op.missing else self._pages
@@ -389,8 +409,19 @@ class SwapStore:
             self._usage.log_bytes += image.log_bytes - before
         return self._log_changed(op, ref, image, "records")
 
+    def _fork(self, op: ForkLogOp) -> SwapResult:
+        image = self._unless_vanished(lambda: self._forks.add(op.note, self._pages.keys(), self._admit, op.flushing))
+        self._counts["records"] += 1
+        return SwapResult(op, None, 0.0, image=image)
+
+    def _log_made(self, ref: tuple[str, str], log_bytes: int) -> None:
+        """A fork has a log of its own."""
+        self._usage.log_bytes += log_bytes
+        self._rows_due[ref] = time.time()
+
     def _compact(self, op: CompactLogOp) -> SwapResult:
         ref = (op.namespace, op.agent)
+        self._forks.settle(ref)
         try:
             image = self._logs.compact(ref, op.keep_branches, self._admit, open_pages=op.open_pages)
         finally:
@@ -582,6 +613,7 @@ class SwapStore:
             self._forget_file(page_id)
         self._vanished.update(lost_pages)  # told by the next look at them, which a new folder causes
         lost_logs = self._logs.forget_lost()
+        self._forks.folder_vanished()
         self._facts.append(
             f"data folder vanished and was made again: lost {len(lost_pages)} pages, {len(lost_logs)} logs"
         )

@@ -41,6 +41,7 @@ from kvd.store.swap_ops import (
     DeletePageOp,
     FileStepOp,
     FlushOp,
+    ForkLogOp,
     GiveUpPagesOp,
     PagesChecked,
     ReadFigures,
@@ -396,6 +397,8 @@ def _subject(op: SwapOp) -> Subject:
             return ("page", op.page_id)
         case AppendRecordOp():
             return ("log", op.record.namespace, op.record.agent)
+        case ForkLogOp(note, _):
+            return ("log", *note.child_ref)
         case CompactLogOp() | DeleteLogOp() | ReadTailOp() | WakeLogOp():
             return ("log", op.namespace, op.agent)
         case FileStepOp():

@@ -17,6 +17,7 @@ from kvd.store.swap_ops import (
     CompactLogOp,
     DeleteLogOp,
     DeletePageOp,
+    ForkLogOp,
     ReadPageOp,
     ReadTailOp,
     SwapOp,
@@ -68,6 +69,15 @@ def commit_turn(store: SwapStore, ledger: Ledger, agent: ModelAgent, tokens: int
     return after
 
 
+def commit_fork(store: SwapStore, ledger: Ledger, agent: ModelAgent, name: str, tokens: int) -> ModelAgent:
+    """A fork, by its note alone."""
+    child, note = agent.fork(name, tokens)
+    ledger.states.setdefault(name, {})[child.seq] = child
+    perform(store, ForkLogOp(note))
+    ledger.acknowledged[name] = child.seq
+    return child
+
+
 def content_of(agent: ModelAgent, group: int, page: PageEntry) -> bytes:
     """What the page's file must hold."""
     number = page.runs[0].start // 256
@@ -75,7 +85,7 @@ def content_of(agent: ModelAgent, group: int, page: PageEntry) -> bytes:
 
 
 def workload(fs: LossyFileSystem, ledger: Ledger, *, tidy: bool = True) -> None:
-    """Two agents, turns that seal pages and turns that do not, compaction, deletion of one agent with its pages."""
+    """Agents, turns that seal pages and turns that do not, forks, compaction, deletions with and without pages."""
     _, _, store = open_store(fs)
     try:
         script(fs, store, ledger)
@@ -93,8 +103,15 @@ def script(fs: LossyFileSystem, store: SwapStore, ledger: Ledger) -> None:
     ada = commit_turn(store, ledger, ada, 100)
     store.idle()
     fs.remember_catalog()
+    cam = commit_fork(store, ledger, ada, "cam", 280)  # noted only: what comes next makes its log
     perform(store, CompactLogOp("default", "ada"))
     ada = commit_turn(store, ledger, ada, 1)
+    commit_fork(store, ledger, ada, "dan", 301)
+    commit_turn(store, ledger, cam, 30)
+    ledger.maybe_deleted.add("dan")
+    perform(store, DeleteLogOp("default", "dan"))
+    del ledger.acknowledged["dan"]
+    ledger.states["dan"] = {}
     ledger.maybe_deleted.add("bob")
     perform(store, DeleteLogOp("default", "bob"))
     del ledger.acknowledged["bob"]
@@ -102,21 +119,22 @@ def script(fs: LossyFileSystem, store: SwapStore, ledger: Ledger) -> None:
     for group in range(len(LAYOUTS)):
         for page in bob.pages[group]:
             perform(store, DeletePageOp(page.page_id))
-    commit_turn(store, ledger, ada, 300)
+    ada = commit_turn(store, ledger, ada, 300)
+    commit_fork(store, ledger, ada, "eve", 512)
 
 
 def check(fs: LossyFileSystem, ledger: Ledger) -> RecoveryReport:
     """Recover, then compare with the ledger and read everything back."""
     folder, report, store = open_store(fs)
     try:
-        for name in ("ada", "bob"):
+        for name in ("ada", "bob", "cam", "dan", "eve"):
             image = report.agents.get(("default", name))
             acknowledged = ledger.acknowledged.get(name, 0)
             if image is None:
                 assert acknowledged == 0 or name in ledger.maybe_deleted, f"{name} lost {acknowledged} records"
                 continue
             assert acknowledged <= image.seq <= acknowledged + 1
-            assert image.seq in ledger.states[name], f"{name} came back"
+            assert image.seq in ledger.states.get(name, {}), f"{name} came back"
             compare(store, ledger.states[name][image.seq])
         named = set().union(*(image.page_ids() for image in report.agents.values()))
         assert set(report.pages) == named, "a named page is missing, or an orphan is served"
@@ -143,7 +161,7 @@ def compare(store: SwapStore, agent: ModelAgent) -> None:
             result = store.perform(ReadPageOp(header_of(page, group), layout))
             assert result.error is None, result.error
             assert result.payload == content_of(agent, group, page)
-        tail = store.perform(ReadTailOp("default", agent.name, 0, group))
+        tail = store.perform(ReadTailOp("default", agent.name, agent.branch, group))
         assert tail.payload == agent.tail(group), tail.error
 
 
@@ -208,7 +226,7 @@ def test_recovery_killed_anywhere_can_be_run_again(fast_tmp: Path, tally: Counte
     """P5: recovery of a messy folder, killed at each of its operations, ends in the same state when run again."""
     total = operations_of_workload(fast_tmp)
     tried = 0
-    for at in range(3, total, 5):
+    for at in range(3, total, 8):
         step = 1
         while True:
             fs = LossyFileSystem(fast_tmp / f"side-{at}-{step}", seed=at)

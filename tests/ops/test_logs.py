@@ -7,14 +7,16 @@ import json
 import logging
 import os
 import stat
+import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog
 
 from kvd.ops import LEVELS, RequestLine, get_logger, request_line, setup_logging
-from kvd.ops.logs import hand_on_record
+from kvd.ops.logs import RequestLines, hand_on_record
 
 LINE = RequestLine(
     method="generate",
@@ -38,6 +40,24 @@ class Terminal(io.StringIO):
 def records(text: str) -> list[dict[str, object]]:
     """The JSON objects of a log."""
     return [json.loads(line) for line in text.splitlines()]
+
+
+def test_lines_are_written_in_order_by_a_thread_of_their_own_and_all_of_them_at_the_end() -> None:
+    """P38: whoever is answered does not wait for its line; a line that cannot be written costs none but itself."""
+    written: list[tuple[str, str]] = []
+
+    def write(line: RequestLine) -> None:
+        if line.method == "bad":
+            raise OSError("no room")
+        written.append((line.method, threading.current_thread().name))
+
+    lines = RequestLines(write)
+    for method in ("a", "bad", "b", "c"):
+        lines.put(replace(LINE, method=method))
+    lines.close()
+    lines.close()
+    assert [method for method, _ in written] == ["a", "b", "c"]
+    assert {thread for _, thread in written} == {"kvd-request-lines"}
 
 
 def test_a_request_leaves_one_line_with_its_figures() -> None:

@@ -11,6 +11,7 @@ from kvd.store.swap_ops import (
     DeletePageOp,
     FileStepOp,
     FlushOp,
+    ForkLogOp,
     GiveUpPagesOp,
     PagesChecked,
     ReadPageOp,
@@ -83,6 +84,8 @@ def subject(op: SwapOp) -> tuple[str, ...]:
             return ("page", page_id)
         case AppendRecordOp(record):
             return ("log", record.namespace, record.agent)
+        case ForkLogOp(note):
+            return ("log", *note.child_ref)
         case FileStepOp():
             return ("file", op.path)
         case FlushOp() | CheckPagesOp() | GiveUpPagesOp():

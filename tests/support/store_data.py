@@ -14,6 +14,7 @@ from pathlib import Path
 from kvd.ids import Fingerprint, FormatId, PageId, PageKey
 from kvd.quant.spec import PAGE_TOKENS, PageLayout, named_format
 from kvd.store.agent_image import AgentImage
+from kvd.store.fork_notes import ForkNote
 from kvd.store.fs import FileSystem
 from kvd.store.layout import DataFolder
 from kvd.store.page_file import PageHeader
@@ -98,6 +99,7 @@ class ModelAgent:
         tokens: ids of the current branch.
         tails: open page content per group (whole page bytes).
         pages: sealed pages per group.
+        kv_of: whose KV it began with; empty: its own.
     """
 
     name: str
@@ -108,10 +110,13 @@ class ModelAgent:
     pages: tuple[tuple[PageEntry, ...], ...] = ((), ())
     created: bool = False
     salt: int = 0
+    kv_of: str = ""
 
     def page_bytes(self, group: int, number: int) -> bytes:
         """Content of page `number`: depends on the tokens up to its end, as KV does."""
-        return random.Random(repr((self.name, self.salt, group, number))).randbytes(LAYOUTS[group].payload_bytes)
+        return random.Random(repr((self.kv_of or self.name, self.salt, group, number))).randbytes(
+            LAYOUTS[group].payload_bytes
+        )
 
     def tail(self, group: int) -> bytes:
         """What a tail read must return."""
@@ -122,6 +127,20 @@ class ModelAgent:
         """The sealed page `number`."""
         page_id = PageId(hex_of(self.namespace, self.name, self.salt, group, number))
         return PageEntry(page_id, PageKey(hex_of("key", page_id)), (PositionRun(number * PAGE_TOKENS, PAGE_TOKENS),))
+
+    def fork(self, name: str, tokens: int | None = None) -> tuple[ModelAgent, ForkNote]:
+        """Another agent with the first tokens (None: all), and the note that makes it durable."""
+        kept = len(self.tokens) if tokens is None else tokens
+        child = replace(
+            self,
+            name=name,
+            seq=1,
+            branch=1,
+            tokens=self.tokens[:kept],
+            pages=tuple(pages[: kept // PAGE_TOKENS] for pages in self.pages),
+            kv_of=self.kv_of or self.name,
+        )
+        return child, ForkNote(self.namespace, self.name, name, self.branch, kept, 1, 2.0, {"named": True})
 
     def turn(self, tokens: int, *, time_s: float = 1.0) -> tuple[ModelAgent, AgentRecord, list[tuple[int, PageEntry]]]:
         """Append tokens; returns the next state, the record, and the pages it seals (group, entry)."""

@@ -39,4 +39,4 @@ def reads(store: SwapStore, agent: ModelAgent) -> None:
     for group, layout in enumerate(LAYOUTS):
         for number, page in enumerate(agent.pages[group]):
             assert store.perform(ReadPageOp(header_of(page, group), layout)).payload == agent.page_bytes(group, number)
-        assert store.perform(ReadTailOp("default", agent.name, 0, group)).payload == agent.tail(group)
+        assert store.perform(ReadTailOp("default", agent.name, agent.branch, group)).payload == agent.tail(group)
