@@ -57,6 +57,32 @@ class AsyncGenerateStream:
         self._id = transport.send_request(call.method, call.params)
         self._transport = transport
 
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Wait until there is something to take, without taking it: an event, the end, or a connection that broke.
+
+        Sends the call if that was not done yet. Nothing else may iterate meanwhile.
+
+        Returns:
+            False when nothing came within `timeout_s` seconds (None: however long); the call goes on.
+
+        Raises:
+            KvdClientError: the call could not be sent.
+        """
+        if self._done:
+            return True
+        if self._transport is None:
+            await self._start()
+        assert self._transport is not None
+        return await self._transport.wait(self._id, timeout_s)
+
+    @property
+    def has_event(self) -> bool:
+        """Whether an event of the daemon is here that nobody has taken."""
+        if self._transport is None or self._done:
+            return False
+        waiting = self._transport.waiting(self._id)
+        return bool(waiting) and isinstance(waiting[0], StreamReceived)
+
     async def result(self) -> GenerateResult:
         """The result; waits for it, dropping events that were not taken.
 

@@ -180,6 +180,13 @@ class AsyncTransport(asyncio.BufferedProtocol):
             self._hold_up(inbox)
         return message
 
+    async def wait(self, request_id: int, timeout_s: float | None) -> bool:
+        """Wait until `next_message` has something to return or to raise; False when it has not within `timeout_s`."""
+        inbox = self._inboxes.get(request_id)
+        if inbox is None or inbox.messages or self._failure is not None:
+            return True
+        return await inbox.wait(timeout_s)
+
     async def close(self) -> None:
         """Close the connection; the daemon cancels what is in flight."""
         self.is_closed_here |= self._failure is None
