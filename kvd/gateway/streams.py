@@ -6,11 +6,10 @@ May import starlette and kvd.gateway.errors.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import suppress
 from enum import Enum
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -30,24 +29,35 @@ class End(Enum):
 END = End.END
 
 
+class Waited(Protocol):
+    """What events come from: it can be waited for without taking one."""
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait until the next event, the end or an error can be taken; False when nothing came in so long."""
+
+    @property
+    def has_event(self) -> bool:
+        """Whether an event can be taken without waiting."""
+
+
 class Paced(Generic[T]):
     """Events of a generator, and a sign whenever nothing was said for too long. Owner: one request.
 
     Silence is counted from `spoke`, not from the last event: a long prompt or a queue has many that the client is not
-    told of. One task takes all events, as they come: a task for each would cost more than saying it.
+    told of. Whoever asks for the next event takes it himself: a task that did so would be a turn of the loop more
+    between the daemon's text and the client, and one before the daemon is asked.
 
     Args:
         events: closed with this.
+        source: what they come from.
         every_s: the longest silence.
     """
 
-    def __init__(self, events: AsyncGenerator[T, None], every_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[T, None], source: Waited, every_s: float) -> None:
         self._events = events
+        self._source = source
         self._every_s = every_s
         self._loop = asyncio.get_running_loop()
-        self._taken: deque[T] = deque()
-        self._taking: asyncio.Task[None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
         self.spoke()
 
     def spoke(self) -> None:
@@ -56,50 +66,66 @@ class Paced(Generic[T]):
 
     async def next(self) -> T | Literal[End.END] | None:
         """The next event; None when it has been silent too long, from when on it counts anew; `END` at the end."""
-        if self._taking is None:
-            self._taking = asyncio.ensure_future(self._take())
-        while (left_s := self._until_s - self._loop.time()) > 0:
-            if self._taken:
-                return self._taken.popleft()
-            if self._taking.done():
-                self._taking.result()
-                return END
-            await self._wait(left_s)
-        self.spoke()
-        return None
+        left_s = self._until_s - self._loop.time()
+        if left_s <= 0 or not await self._source.wait(left_s):
+            self.spoke()
+            return None
+        return await anext(self._events, END)
 
-    def ready(self) -> T | None:
+    async def ready(self) -> T | None:
         """The next event if it is there already."""
-        return self._taken.popleft() if self._taken else None
+        return await anext(self._events) if self._source.has_event else None
 
     async def aclose(self) -> None:
-        """Leave: the generator is closed, also while it is waited for."""
-        if self._taking is not None:
-            self._taking.cancel()
-            await asyncio.gather(self._taking, return_exceptions=True)
+        """Leave: the generator is closed."""
         await self._events.aclose()
 
-    async def _take(self) -> None:
-        try:
-            async for event in self._events:
-                self._taken.append(event)
-                self._wake()
-        finally:
-            # when this task is done, which is after this
-            self._loop.call_soon(self._wake)
 
-    async def _wait(self, timeout_s: float) -> None:
-        self._waiter = self._loop.create_future()
-        timer = self._loop.call_later(timeout_s, self._wake)
-        try:
-            await self._waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
+class Attended:
+    """Work for a client that may leave, as a `with` block of one task: what is awaited in it is cancelled then.
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    The work stays in the request's own task: only the look-out has one, which first runs when the work waits. Its
+    cancellation is told from others as `asyncio.timeout` does.
+
+    Args:
+        receive: of the request, whose body has been read.
+
+    Raises:
+        ClientGone: at the end of the block, when the client closed its connection and so cancelled what was awaited.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._lookout: asyncio.Task[None] | None = None
+        self._is_over = False
+        self._is_gone = False
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._begun = asyncio.get_running_loop().call_soon(self._look_out)  # a task costs more than a call
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        self._is_over = True
+        self._begun.cancel()
+        if self._lookout is not None:
+            self._lookout.cancel()
+        if self._is_gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise ClientGone from error
+
+    def _look_out(self) -> None:
+        self._lookout = asyncio.ensure_future(_gone(self._receive))
+        self._lookout.add_done_callback(self._left)
+
+    def _left(self, lookout: asyncio.Task[None]) -> None:
+        if lookout.cancelled():
+            return
+        lookout.exception()  # seen: where there was one, the client is as good as gone
+        if not self._is_over:
+            self._is_gone = True
+            self._task.cancel()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -108,17 +134,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientGone: it did.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    with Attended(request.receive):
+        return await work
 
 
 async def _gone(receive: Receive) -> None:
@@ -150,27 +167,31 @@ class EventStream(StreamingResponse):
     ) -> None:
         # proxies must neither keep events back nor store them
         kept = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        super().__init__(_not_empty(source), headers=kept)
+        super().__init__(source, headers=kept)
         self._source = source
         self._close: Callable[[], None] | None = close
         self._over = over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a client that leaves ends it."""
-        sending = asyncio.ensure_future(self.stream_response(send))
-        gone = asyncio.ensure_future(_gone(receive))
-        over = asyncio.ensure_future(self._close_early())
+        over = None if self._over is None else asyncio.ensure_future(self._close_early())
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            with suppress(ClientGone), Attended(receive):
+                await self.stream_response(send)
         finally:
-            tasks = (sending, gone, over)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if over is not None:
+                over.cancel()
+                await asyncio.gather(over, return_exceptions=True)
             await self._source.aclose()
             self._close_once()
+
+    async def stream_response(self, send: Send) -> None:
+        """Send head and body; nothing is sent for events that say nothing."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._source:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _close_early(self) -> None:
         if self._over is not None:
@@ -183,11 +204,4 @@ class EventStream(StreamingResponse):
             close()
 
 
-async def _not_empty(source: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(source):
-        async for data in source:
-            if data:
-                yield data
-
-
-__all__ = ["END", "End", "EventStream", "Paced", "unless_gone"]
+__all__ = ["END", "Attended", "End", "EventStream", "Paced", "Waited", "unless_gone"]

@@ -219,7 +219,7 @@ class Turns:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _stream(self, running: Running, writer: Writer, record: Record) -> Response:
-        events = Paced(running.events(), self._settings.ping_s)
+        events = Paced(running.events(), running, self._settings.ping_s)
         try:
             first = await _prelude(events)
         except BaseException:
@@ -287,6 +287,22 @@ class Running:
         finally:
             self._call.close()
 
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait until `events` has more, its end included; False when nothing came in so long.
+
+        Raises:
+            ApiError: there is no daemon to ask.
+        """
+        try:
+            return await self._call.wait(timeout_s)
+        except KvdClientError as error:
+            raise from_daemon(error, self._plan.names) from error
+
+    @property
+    def has_event(self) -> bool:
+        """Whether the next event is there already."""
+        return self._call.has_event
+
     def close(self) -> None:
         """It is over: cancels the call unless it is done. Safe to call twice."""
         self._call.close()
@@ -327,7 +343,7 @@ async def _written(
             events.spoke()
             while (event := await events.next()) is not END:
                 said = writer.ping() if event is None else writer.event(event)
-                while (event := events.ready()) is not None:
+                while (event := await events.ready()) is not None:
                     said += writer.event(event)
                 if said:
                     yield said

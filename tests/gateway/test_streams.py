@@ -6,13 +6,15 @@ import asyncio
 import http.client
 import json
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from kvd.gateway.streams import END, Paced
+from kvd.gateway.errors import ClientGone
+from kvd.gateway.streams import END, Attended, Paced
 from tests.front.service import serving
 from tests.gateway.daemons import ScriptedDaemon
 from tests.gateway.serving import Served, gateway
@@ -125,48 +127,69 @@ def letters(events: list[tuple[str, Any]]) -> list[str]:
     return found
 
 
+class Told:
+    """Events that a test tells, one by one; a `Waited`. `None` is the end."""
+
+    def __init__(self, *events: str | None) -> None:
+        self.left = deque(events)
+        self.is_closed = False
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Nothing comes while one waits: what there is was there before."""
+        await asyncio.sleep(0 if self.left else timeout_s)
+        return bool(self.left)
+
+    @property
+    def has_event(self) -> bool:
+        """The end is none."""
+        return bool(self.left) and self.left[0] is not None
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """They are."""
+        try:
+            while (event := self.left.popleft()) is not None:
+                yield event
+        finally:
+            self.is_closed = True
+
+
 def test_paced_says_when_nothing_comes() -> None:
     """None for every wait that is over, the events in their order, and the source is closed at the end."""
-    closed = []
 
-    async def run() -> list[object]:
-        gate = asyncio.Event()
-
-        async def source() -> AsyncGenerator[str, None]:
-            try:
-                yield "a"
-                await gate.wait()
-                yield "b"
-            finally:
-                closed.append(True)
-
+    async def run(told: Told) -> list[object]:
         found: list[object] = []
-        events = Paced(source(), 0.001)
+        events = Paced(told.events(), told, 0.001)
         while (event := await events.next()) is not END:
             found.append(event)
             if found.count(None) == 3:
-                gate.set()
+                told.left += ["b", None]
         await events.aclose()
         return found
 
-    found = asyncio.run(run())
-    assert [event for event in found if event is not None] == ["a", "b"]
-    assert found.count(None) >= 3
-    assert closed == [True]
+    told = Told("a")
+    assert asyncio.run(run(told)) == ["a", None, None, None, "b"]
+    assert told.is_closed
+
+
+def test_what_is_there_goes_out_together() -> None:
+    """P34: events that came with another one are had without waiting, the end is not taken for one."""
+
+    async def run() -> list[object]:
+        told = Told("a", "b", None)
+        events = Paced(told.events(), told, 10.0)
+        return [await events.next(), await events.ready(), await events.ready(), await events.next()]
+
+    assert asyncio.run(run()) == ["a", "b", None, END]
 
 
 def test_events_that_say_nothing_are_no_sign_of_life() -> None:
     """P35: silence counts from what was written: a prompt that is computed or a queue that moves has events enough."""
 
     async def run() -> object:
-        async def source() -> AsyncGenerator[str, None]:
-            while True:
-                await asyncio.sleep(0)
-                yield "prefill"
-
-        events = Paced(source(), 0.001)
+        told = Told("prefill")
+        events = Paced(told.events(), told, 0.001)
         while (event := await events.next()) == "prefill":
-            pass
+            told.left.append("prefill")
         await events.aclose()
         return event
 
@@ -174,23 +197,78 @@ def test_events_that_say_nothing_are_no_sign_of_life() -> None:
 
 
 def test_paced_closes_its_source_when_it_is_left() -> None:
-    """Also while it waits."""
-    closed = []
+    """Also when something is there that nobody took."""
 
-    async def run() -> None:
-        async def source() -> AsyncGenerator[str, None]:
-            try:
-                await asyncio.Event().wait()
-                yield "a"
-            finally:
-                closed.append(True)
-
-        events = Paced(source(), 0.001)
-        assert await events.next() is None
+    async def run(told: Told) -> None:
+        events = Paced(told.events(), told, 0.001)
+        assert await events.next() == "a"
         await events.aclose()
 
+    told = Told("a", "b")
+    asyncio.run(run(told))
+    assert told.is_closed
+
+
+class Line:
+    """A client's connection, as `receive` of ASGI tells of it."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        """Waits until it is closed."""
+        await self.closed.wait()
+        return {"type": "http.disconnect"}
+
+
+def test_who_leaves_ends_what_is_awaited() -> None:
+    """P34: in the task that waits, which goes on after that."""
+
+    async def run() -> bool:
+        line = Line()
+        asyncio.get_running_loop().call_soon(line.closed.set)
+        with pytest.raises(ClientGone), Attended(line.receive):
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)  # of the cancellation nothing is left
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() == 0
+
+    assert asyncio.run(run())
+
+
+def test_who_leaves_after_the_work_cancels_nothing() -> None:
+    """The work's result counts, and so does its own failure."""
+
+    async def run() -> None:
+        line = Line()
+        with Attended(line.receive):
+            await asyncio.sleep(0)
+            line.closed.set()
+        with pytest.raises(ValueError, match="its own"), Attended(line.receive):
+            raise ValueError("its own")
+        await asyncio.sleep(0.001)
+
     asyncio.run(run())
-    assert closed == [True]
+
+
+def test_a_cancelled_request_is_no_client_that_left() -> None:
+    """P2: a gateway that ends cancels its requests: that goes on as what it is."""
+
+    async def run() -> bool:
+        line = Line()
+
+        async def work() -> None:
+            with Attended(line.receive):
+                await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(work())
+        await asyncio.sleep(0)
+        line.closed.set()
+        task.cancel()
+        await asyncio.wait({task})
+        return task.cancelled()
+
+    assert asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", ["queued", "prefill"])
