@@ -1,7 +1,7 @@
 """The gateway's part of `kvd bench rpc`: what it adds to the time to the first text.
 
 Theory of operation. The same short chat, whose prompt is cached, goes to the daemon through `kvd_client` and through a
-gateway of its own, over a plain HTTP connection that is kept; in pairs, whose order alternates, each way with an agent
+gateway of its own, over a bare HTTP connection that is kept; in pairs, whose order alternates, each way with an agent
 of its own that has seen the same. What is measured is the time from the call to its first text; what is told is the
 median of the pairs' differences. The smaller the model, the less its own time scatters: the figure is the gateway's,
 whatever the model.
@@ -11,8 +11,8 @@ May import kvd.bench, kvd.errors and kvd_client.
 
 from __future__ import annotations
 
-import http.client
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvd.bench.rpc_peers import READ_BYTES
 from kvd.errors import EnvironmentFault
 from kvd_client import Client
 from kvd_client.stream import Text
@@ -52,13 +53,13 @@ class GatewayTtft:
 
 
 @contextmanager
-def serving_gateway(socket: Path) -> Iterator[tuple[str, int]]:
+def serving_gateway(daemon: Path) -> Iterator[tuple[str, int]]:
     """A gateway in front of the daemon; host and port.
 
     Raises:
         EnvironmentFault: it did not start.
     """
-    command = [sys.executable, "-m", "kvd", "gateway", "--socket", str(socket), "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "kvd", "gateway", "--socket", str(daemon), "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -84,19 +85,49 @@ def _direct_ms(client: Client) -> float:
     return _since(began_s, first_s)
 
 
-def _gateway_ms(connection: http.client.HTTPConnection, model: str) -> float:
-    body = json.dumps({"model": model, "messages": MESSAGES, "stream": True, **OPTIONS})
-    headers = {"content-type": "application/json", "x-kvd-agent": "ttft-gateway"}
-    began_s = time.perf_counter()
-    first_s = None
-    connection.request("POST", "/v1/chat/completions", body, headers)
-    with connection.getresponse() as response:
-        if response.status != 200:
-            raise EnvironmentFault(f"the gateway answers {response.status}: {response.read(400)!r}")
-        for line in response:
-            if first_s is None and line.startswith(b"data: {") and _has_text(line):
+class _Http:
+    """A connection to the gateway, as thin as can be: what is measured is the gateway, not a library for HTTP.
+
+    Args:
+        host, port: where it listens.
+        model: its name there.
+    """
+
+    def __init__(self, host: str, port: int, model: str) -> None:
+        body = json.dumps({"model": model, "messages": MESSAGES, "stream": True, **OPTIONS}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+            f"x-kvd-agent: ttft-gateway\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self._request = head.encode() + body
+        self._socket = socket.create_connection((host, port), timeout=CALL_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ttft_ms(self) -> float:
+        """One call: milliseconds from sending it to its first text.
+
+        Raises:
+            EnvironmentFault: the gateway refuses, or ends the connection.
+        """
+        began_s = time.perf_counter()
+        first_s = None
+        self._socket.sendall(self._request)
+        rest, is_first = b"", True
+        while True:
+            data = self._socket.recv(READ_BYTES)
+            *lines, rest = (rest + data).split(b"\n")
+            if not data or (is_first and lines and not lines[0].startswith(b"HTTP/1.1 200 ")):
+                raise EnvironmentFault(f"the gateway answers {data[:400]!r}")
+            is_first = is_first and not lines
+            if first_s is None and any(line.startswith(b"data: {") and _has_text(line) for line in lines):
                 first_s = time.perf_counter()
-    return _since(began_s, first_s)
+            # the last chunk is empty, and so are all lines that follow it
+            if rest == b"" and lines[-2:] == [b"0\r", b"\r"]:
+                return _since(began_s, first_s)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
 
 
 def _has_text(line: bytes) -> bool:
@@ -110,11 +141,11 @@ def _since(began_s: float, first_s: float | None) -> float:
     return (first_s - began_s) * 1e3
 
 
-def gateway_ttft(socket: Path, pairs: int) -> GatewayTtft:
+def gateway_ttft(daemon: Path, pairs: int) -> GatewayTtft:
     """Measure.
 
     Args:
-        socket: of a running daemon.
+        daemon: socket of a running one.
         pairs: calls each way.
 
     Raises:
@@ -122,14 +153,13 @@ def gateway_ttft(socket: Path, pairs: int) -> GatewayTtft:
     """
     direct, gateway = list[float](), list[float]()
     with (
-        serving_gateway(socket) as (host, port),
-        Client(socket, timeout_s=CALL_S, resume_s=0.0) as client,
-        closing(http.client.HTTPConnection(host, port, timeout=CALL_S)) as connection,
+        serving_gateway(daemon) as (host, port),
+        Client(daemon, timeout_s=CALL_S, resume_s=0.0) as client,
+        closing(_Http(host, port, str(client.model_info().get("model")))) as http,
     ):
-        model = str(client.model_info().get("model"))
         for number in range(pairs + 2):
             for way in ("direct", "gateway") if number % 2 else ("gateway", "direct"):
-                took_ms = _direct_ms(client) if way == "direct" else _gateway_ms(connection, model)
+                took_ms = _direct_ms(client) if way == "direct" else http.ttft_ms()
                 if number >= 2:  # the first ones compute the prompt and warm up
                     (direct if way == "direct" else gateway).append(took_ms)
     added = [theirs - ours for ours, theirs in zip(direct, gateway, strict=True)]
