@@ -39,6 +39,7 @@ PACKAGES: Final = (
     "click",
     "gguf",
     "h11",
+    "httptools",
     "huggingface_hub",
     "jinja2",
     "llguidance",

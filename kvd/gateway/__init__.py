@@ -3,7 +3,7 @@
 It speaks to the daemon through `kvd_client` alone and holds no attention state: a crash here costs no cache.
 
 - `app`: routes; `around`: host check, keys, errors, one log line a request; `bodies`: what requests may hold;
-  `serve`: listening, and connections that are slow.
+  `serve`: listening; `connections` with `swift`: HTTP, and clients that are slow.
 - `turns`: one request's turn in the daemon; `streams`: its events, pings, clients that leave; `answers`: a finished
   turn; `backend`: the daemon.
 - `openai_chat`, `openai_completions`, `openai_responses` with `responses_stream`, `anthropic_messages`: the dialects;

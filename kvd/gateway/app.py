@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
 from contextlib import asynccontextmanager, suppress
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvd.gateway import anthropic_messages, openai_chat, openai_completions, openai_responses
 from kvd.gateway.around import Around, Log, dialect_of
@@ -86,7 +86,7 @@ class Gateway:
         if self.page is not None:
             self.page.stop()
 
-    def _routes(self) -> Router:
+    def _routes(self) -> ASGIApp:
         handlers: tuple[tuple[str, str, Handler], ...] = (
             ("POST", "/v1/chat/completions", self._chat),
             ("POST", "/v1/completions", self._completions),
@@ -106,8 +106,9 @@ class Gateway:
                 ("GET", "/monitor/stream", self.page.stream),
             )
         routes = [Route(path, _named(path, handler), methods=[method]) for method, path, handler in handlers]
+        exact = {(method, path): _named(path, handler) for method, path, handler in handlers if "{" not in path}
         # not `Starlette`, whose own middleware answers every error as 500 before anybody can say it in a dialect
-        return Router(routes, lifespan=self._lifespan)
+        return _Routes(exact, Router(routes, lifespan=self._lifespan))
 
     # ---- turns ------------------------------------------------------------------------------------------------------
 
@@ -285,6 +286,28 @@ class Gateway:
             for namespace, agent in held.due(self.clock()):
                 if await self._backend.deleted(namespace, agent):
                     held.forget(namespace, agent)
+
+
+class _Routes:
+    """Paths without variable parts, which are looked up, before a router, which tries one pattern after the other.
+
+    Args:
+        exact: by method and path.
+        router: for everything else.
+    """
+
+    def __init__(self, exact: Mapping[tuple[str, str], Handler], router: ASGIApp) -> None:
+        self._exact = exact
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
+        handler = self._exact.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if handler is None:
+            await self._router(scope, receive, send)
+            return
+        response = await handler(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 def _named(path: str, handler: Handler) -> Handler:

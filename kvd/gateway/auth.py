@@ -16,6 +16,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -210,6 +211,7 @@ def check_host(host: str | None, allowed: frozenset[str]) -> None:
     )
 
 
+@lru_cache(maxsize=64)
 def host_name(host: str) -> str:
     """The name in a Host header, without its port."""
     host = host.strip().lower()
@@ -218,6 +220,7 @@ def host_name(host: str) -> str:
     return host.partition(":")[0].rstrip(".")
 
 
+@lru_cache(maxsize=64)
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)

@@ -163,7 +163,7 @@ def parse_body(data: bytes) -> Fields:
     """
     try:
         text = data.decode("utf-8-sig")
-        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        value = _DECODER.decode(text)
         if _SURROGATE.search(text) is not None:  # of pairs JSON makes one character
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -187,6 +187,10 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is too large a number")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+"""Made once: `json.loads` makes one for each text that is read in another way than its own."""
 
 
 def _kind(value: object) -> str:

@@ -139,7 +139,7 @@ def _own_name(sent: str) -> str:
         name = sent.encode("latin-1").decode()  # headers are bytes; whoever writes beyond ASCII writes UTF-8
     except UnicodeError:
         name = sent
-    printable = all(unicodedata.category(character)[0] != "C" for character in name)
+    printable = (name.isascii() and name.isprintable()) or all(unicodedata.category(each)[0] != "C" for each in name)
     if not 1 <= len(name) <= MAX_NAME_CHARACTERS or not printable or name.startswith(PREFIX):
         raise ApiError(
             "invalid",

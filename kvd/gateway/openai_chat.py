@@ -27,7 +27,7 @@ from kvd.gateway.openai_params import (
     stop_strings,
     usage,
 )
-from kvd.gateway.sse import COMMENT_PING, DONE, event
+from kvd.gateway.sse import COMMENT_PING, DONE, event, json_bytes
 from kvd.gateway.turns import Plan
 from kvd_client.stream import Logprobs, Matched, OtherEvent, Reasoning, StreamEvent, Text, ToolCall
 
@@ -179,46 +179,59 @@ def _sent_call(fields: Fields) -> dict[str, Any]:
     }
 
 
+_NO_TEXT = b'"content":""'
+"""Of a chunk: inside a string its quotation marks would have back-slashes."""
+
+
 class ChatWriter:
     """Says a turn as a completion or as chunks. Owner: its request.
 
     Args:
         model: the loaded model's name.
         include_usage: end the stream with a chunk of token counts.
+        logprobs: log-probabilities will come.
         clock: seconds since the epoch, for `created`.
     """
 
-    def __init__(self, model: str, *, include_usage: bool, created_s: int | None = None) -> None:
+    def __init__(self, model: str, *, include_usage: bool, logprobs: bool = True, created_s: int | None = None) -> None:
         self._id = new_id("chatcmpl-")
         self._model = model
         self._created = int(time.time()) if created_s is None else created_s
         self._include_usage = include_usage
         self._calls = CallDeltas()
-        self._tokens = ContentTokens()
+        self._tokens = ContentTokens() if logprobs else None
+        self._around_text: tuple[bytes, bytes] | None = None
 
     @classmethod
     def of(cls, fields: Fields, model: str) -> ChatWriter:
         """The writer for a request."""
-        return cls(model, include_usage=fields.inner("stream_options").flag("include_usage"))
+        usage, logprobs = fields.inner("stream_options").flag("include_usage"), fields.flag("logprobs")
+        return cls(model, include_usage=usage, logprobs=logprobs)
 
     def begin(self, matched: Matched | None) -> bytes:
         """The chunk that opens the message."""
+        self._text("")  # what all of text have in common is ready before there is any
         return self._chunk({"role": "assistant", "content": ""})
 
     def event(self, event: StreamEvent) -> bytes:
         """A chunk for text, reasoning, calls and log-probabilities."""
         match event:
             case Text(text):
+                said = self._text(text)
+                if self._tokens is None:
+                    return said
                 self._tokens.said(text, is_content=True)
-                return self._chunk({"content": text}) + self._told()
+                return said + self._told()
             case Reasoning(text):
-                self._tokens.said(text, is_content=False)
+                if self._tokens is not None:
+                    self._tokens.said(text, is_content=False)
                 return self._chunk({"reasoning_content": text}) + self._told()
             case Logprobs(tokens):
-                self._tokens.sampled(tokens)
+                if self._tokens is not None:
+                    self._tokens.sampled(tokens)
                 return self._told()
             case ToolCall() | OtherEvent():
-                if isinstance(event, ToolCall) or event.type == "tool_call_delta":
+                if self._tokens is not None and (isinstance(event, ToolCall) or event.type == "tool_call_delta"):
                     self._tokens.said("", is_content=False)
                 return self._told() + b"".join(
                     self._chunk({"tool_calls": [delta]}) for delta in self._calls.deltas(event)
@@ -226,8 +239,18 @@ class ChatWriter:
             case _:
                 return b""
 
+    def _text(self, text: str) -> bytes:
+        """A chunk of text. All are alike but for that: only it is made anew."""
+        if self._around_text is None:
+            before, empty, after = self._chunk({"content": ""}).partition(_NO_TEXT)
+            self._around_text = before + empty[:-2], after
+        before, after = self._around_text
+        return before + json_bytes(text) + after
+
     def _told(self, *, ended: bool = False) -> bytes:
         """A chunk for the log-probabilities of the text, if there are new ones."""
+        if self._tokens is None:
+            return b""
         tokens = self._tokens.take(ended=ended)
         return self._chunk({"content": ""}, logprobs=openai_logprobs(tokens)) if tokens else b""
 

@@ -2,7 +2,7 @@
 
 The socket is made here, so that port 0 works and the address can be told before the first request. A gateway that
 `kvd serve` started ends with it: it holds the reading end of a pipe that nobody writes to, which ends when the other
-process does, however that dies. May import uvicorn, h11 and siblings.
+process does, however that dies. May import uvicorn and siblings.
 """
 
 from __future__ import annotations
@@ -11,34 +11,20 @@ import asyncio
 import os
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvd.gateway.app import Gateway
 from kvd.gateway.around import Log
+from kvd.gateway.connections import MAX_HEAD_BYTES, MAX_REQUESTS, quickest
 from kvd.gateway.errors import CannotListen
 from kvd.gateway.settings import GatewaySettings
 
 BACKLOG = 256
-MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers together."""
-HEAD_S = 10.0
-"""Request line and headers are there in so long, from the connection's first moment or a later request's first byte."""
-WRITE_S = 30.0
-"""A client that has taken nothing of what waits for it for so long is gone, or means no good: its connection ends."""
-NO_LINGER = struct.pack("ii", 1, 0)
-"""`struct linger`: closing resets the connection."""
-MAX_REQUESTS = 512
-"""Connections with which requests are still answered; beyond, with a bare 503."""
-MAX_CONNECTIONS = 2 * MAX_REQUESTS
-"""Connections that are kept open; more are closed at once."""
 STOP_GRACE_S = 5
 """Running requests get so long when the gateway stops; then they are cancelled, and the daemon keeps what it made."""
 
@@ -86,87 +72,6 @@ def base_url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Patient(H11Protocol):
-    """An HTTP connection whose client is waited for, but not for ever. Owner: the event loop.
-
-    uvicorn ends connections that are idle between requests; one that never sends the end of its first line, or of its
-    headers, would stay. So would one that does not read: what is sent to it, a stream or an answer after which its
-    connection is to be closed, waits for the client. No byte is waited with beyond what the system takes, so that is
-    noticed at the first one. Bodies have a deadline of their own (`kvd.gateway.bodies`).
-    """
-
-    head_s = HEAD_S
-    write_s = WRITE_S
-    _late: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first head."""
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(0)
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-        else:
-            self._wait_for_head()
-
-    def data_received(self, data: bytes) -> None:
-        """Look whether the head is there."""
-        super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
-            self._wait_for_head()
-        else:
-            self._stop_waiting()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The client left."""
-        self._stop_waiting()
-        self._is_read()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The client reads more slowly than it is sent to."""
-        super().pause_writing()
-        self._wait_for_reader(self.transport.get_write_buffer_size())
-
-    def resume_writing(self) -> None:
-        """It has read everything."""
-        self._is_read()
-        super().resume_writing()
-
-    def _wait_for_reader(self, unread_bytes: int) -> None:
-        self._unread = self.loop.call_later(self.write_s, self._look_at_reader, unread_bytes)
-
-    def _look_at_reader(self, before_bytes: int) -> None:
-        unread_bytes = self.transport.get_write_buffer_size()
-        if unread_bytes < before_bytes:  # slow is no crime: a phone on a bad line, a large picture
-            self._wait_for_reader(unread_bytes)
-        else:
-            self._unread = None
-            sock = self.transport.get_extra_info("socket")
-            if sock is not None:  # or the system would go on offering it what is left
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
-            self.transport.abort()
-
-    def _is_read(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-
-    def _wait_for_head(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(self.head_s, self._give_up)
-
-    def _stop_waiting(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _give_up(self) -> None:
-        self._late = None
-        if not self.transport.is_closing():
-            self.transport.close()
-
-
 class Server(uvicorn.Server):
     """uvicorn, which first ends the streams that would never end by themselves.
 
@@ -189,13 +94,14 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
     return uvicorn.Config(
         gateway.app,
         lifespan="on",
+        proxy_headers=False,  # nothing depends on who asks but what he sends
         log_config=None,
         log_level="warning",
         access_log=False,  # each request has its own line
         server_header=False,
         timeout_graceful_shutdown=STOP_GRACE_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        http=Patient,
+        http=quickest(),
         limit_concurrency=MAX_REQUESTS,
         loop="asyncio",
         ws="none",

@@ -18,9 +18,13 @@ COMMENT_PING = b": ping\n\n"
 """Keeps a connection alive; every reader of events skips comments."""
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""Made once: `json.dumps` makes one for each value that is said in another way than its own."""
+
+
 def json_bytes(data: object) -> bytes:
     """Compact JSON in UTF-8."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return _ENCODER.encode(data).encode("utf-8", "backslashreplace")
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -262,7 +262,7 @@ def answered(served: Served, *sent: bytes) -> bytes:
 
 def test_clients_that_never_finish_are_left(scripted: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """P21: a head that does not end, also of a second request, and a body that does not: each has a deadline."""
-    monkeypatch.setattr("kvd.gateway.serve.Patient.head_s", 0.05)
+    monkeypatch.setattr("kvd.gateway.connections.Patience.head_s", 0.05)
     with gateway(scripted.path, body_s=0.05) as served:  # type: ignore[attr-defined]
         health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
         assert answered(served, b"") == b""

@@ -14,7 +14,8 @@ from uvicorn.server import ServerState
 
 from kvd.gateway import GatewaySettings
 from kvd.gateway.app import Gateway
-from kvd.gateway.serve import Patient, listening, server_config
+from kvd.gateway.connections import Patience, Patient, quickest
+from kvd.gateway.serve import listening, server_config
 from kvd.gateway.watch import MAX_VIEWERS
 from tests.front.service import serving
 from tests.gateway.monitored import MonitoredDaemon
@@ -70,7 +71,7 @@ def test_a_key_that_is_taken_back_frees_the_place_of_a_viewer_that_does_not_read
 @pytest.mark.usefixtures("small_buffers")
 def test_a_viewer_that_does_not_read_is_left(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P21, P33: its connection ends and its place is free; the key still counts."""
-    monkeypatch.setattr("kvd.gateway.serve.Patient.write_s", 0.05)
+    monkeypatch.setattr("kvd.gateway.connections.Patience.write_s", 0.05)
     with gateway(large, keys=keys_of(tmp_path)) as served, unread(served, KEY) as end:
         looked = select.poll()
         looked.register(end, 0)  # of a connection that was reset one is told unasked
