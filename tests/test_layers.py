@@ -100,7 +100,7 @@ LAYERS = {
     # Clients' side: sockets, and the service behind one protocol.
     "kvd.front": Row("kvd.ids kvd.errors kvd.ops kvd_client.wire kvd_client.paths", "structlog"),
     "kvd.front.api": Row("kvd.errors", pure=True),
-    "kvd.gateway": Row("kvd_client", "h11 prometheus_client starlette uvicorn"),
+    "kvd.gateway": Row("kvd_client", "h11 prometheus_client starlette uvicorn uvloop"),
     "kvd.gateway.canonical": Row("kvd.gateway.errors", pure=True),
     "kvd.gateway.conversations": Row(pure=True),
     "kvd.gateway.fields": Row("kvd.gateway.errors", pure=True),

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from kvd_client.errors import CLOSED_HERE, CallTimeout, connection_lost, local_error, remote_error, unreachable
 from kvd_client.paths import start_command
@@ -81,8 +82,7 @@ class AsyncTransport(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is connected."""
-        assert isinstance(transport, asyncio.Transport)
-        self._socket = transport
+        self._socket = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: a buffer for each read costs more than reading a small message."""

@@ -131,8 +131,8 @@ class _Http:
 
 
 def _has_text(line: bytes) -> bool:
-    choices = json.loads(line.removeprefix(b"data: ")).get("choices") or [{}]
-    return bool(choices[0].get("delta", {}).get("content"))
+    _, found, text = line.partition(b'"content":"')
+    return bool(found) and not text.startswith(b'"')
 
 
 def _since(began_s: float, first_s: float | None) -> float:

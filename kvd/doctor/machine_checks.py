@@ -53,6 +53,7 @@ PACKAGES: Final = (
     "structlog",
     "tokenizers",
     "uvicorn",
+    "uvloop",
     "watchdog",
     "xxhash",
 )

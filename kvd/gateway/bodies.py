@@ -8,7 +8,9 @@ those who send large ones do not keep the others out. May import starlette's typ
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Generator
 from contextlib import suppress
+from typing import Any
 
 from starlette.types import Message, Receive
 
@@ -51,6 +53,32 @@ class Bodies:
         self.held_bytes -= held_bytes
 
 
+class _Rest:
+    """What is left of a coroutine that was begun by hand.
+
+    Args:
+        coroutine: begun; it waits.
+        waits_for: what it gave its task to wait for.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Message], waits_for: object) -> None:
+        self._coroutine = coroutine
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, Message]:
+        while True:
+            try:
+                try:
+                    sent = yield self._waits_for
+                except BaseException as error:
+                    self._waits_for = self._coroutine.throw(error)
+                else:
+                    self._waits_for = self._coroutine.send(sent)
+            except StopIteration as done:
+                message: Message = done.value
+                return message
+
+
 class Body:
     """A request's body on its way. Owner: the request.
 
@@ -81,12 +109,20 @@ class Body:
             return await self._receive()
         if self._deadline_s is None:
             self._deadline_s = asyncio.get_running_loop().time() + self._within_s
+        step = self._next()
+        try:
+            waits_for = step.send(None)
+        except StopIteration as done:  # it was there, as nearly always: that took no deadline
+            return self._taken(done.value)
         try:
             async with asyncio.timeout_at(self._deadline_s):
-                message = await self._next()
+                message = await _Rest(step, waits_for)
         except TimeoutError:
             self._ended = True
             raise ApiError("slow", f"the request's body was not there within {self._within_s:g} s") from None
+        return self._taken(message)
+
+    def _taken(self, message: Message) -> Message:
         more_bytes = len(message.get("body", b""))
         self._bodies.take(self._held_bytes, more_bytes)
         self._held_bytes += more_bytes

@@ -5,6 +5,7 @@ No I/O. May import siblings only.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -162,7 +163,7 @@ def parse_body(data: bytes) -> Fields:
         ApiError: it is no JSON object, or has strings or keys that are no text: nothing of it could be said again.
     """
     try:
-        text = data.decode("utf-8-sig")
+        text = data.removeprefix(codecs.BOM_UTF8).decode()
         value = _DECODER.decode(text)
         if _SURROGATE.search(text) is not None:  # of pairs JSON makes one character
             json.dumps(value, ensure_ascii=False).encode()

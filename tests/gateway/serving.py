@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,12 @@ from typing import Any
 
 from kvd.gateway import GatewaySettings
 from kvd.gateway.app import Gateway
-from kvd.gateway.serve import Server, base_url, listening
+from kvd.gateway.serve import Server, base_url, listening, new_loop
 from tests.support.daemon import eventually
 
 STOP_S = 20.0
+
+new_loop().close()  # the first uvloop of a process makes a pipe that stays: no test is blamed for it
 
 
 class LineLog:
@@ -132,7 +134,9 @@ class Reply:
 
 
 @contextmanager
-def gateway(socket: Path, **settings: Any) -> Iterator[Served]:
+def gateway(
+    socket: Path, *, loop: Callable[[], asyncio.AbstractEventLoop] = new_loop, **settings: Any
+) -> Iterator[Served]:
     """A gateway in front of the daemon at `socket`; closed and joined at the end."""
     made = GatewaySettings(socket=socket, **{"port": 0, **settings})
     started = Event()
@@ -153,7 +157,8 @@ def gateway(socket: Path, **settings: Any) -> Iterator[Served]:
 
     def main() -> None:
         try:
-            asyncio.run(run())
+            with asyncio.Runner(loop_factory=loop) as runner:
+                runner.run(run())
         except BaseException as error:  # shown in the test's own thread
             failure.append(error)
             started.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import socket
 from typing import Any
 
 import pytest
@@ -244,34 +243,6 @@ def test_bodies_have_a_bound_together(scripted: ScriptedDaemon) -> None:
         connection.close()
         assert scripted.was_cancelled.wait(20)
         eventually(lambda: served.post("/v1/chat/completions", large).status == 200, "there is room again")
-
-
-def answered(served: Served, *sent: bytes) -> bytes:
-    """What a connection is told that sends so much, a piece after each reply, until the gateway closes it."""
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as end:
-        found = b""
-        for piece in sent[:-1]:
-            end.sendall(piece)
-            found += end.recv(65536)
-        end.sendall(sent[-1])
-        while data := end.recv(4096):
-            found += data
-        return found
-
-
-def test_clients_that_never_finish_are_left(scripted: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P21: a head that does not end, also of a second request, and a body that does not: each has a deadline."""
-    monkeypatch.setattr("kvd.gateway.connections.Patience.head_s", 0.05)
-    with gateway(scripted.path, body_s=0.05) as served:  # type: ignore[attr-defined]
-        health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-        assert answered(served, b"") == b""
-        assert answered(served, b"GET /health HTTP/1.1\r\nhost: loc") == b""
-        assert answered(served, health, b"GET /he").count(b"HTTP/1.1 200") == 1
-        head = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        told = answered(served, head + b"content-length: 50\r\n\r\n{")
-        assert told.startswith(b"HTTP/1.1 408")
-        assert b"was not there within 0.05 s" in told
 
 
 def test_a_daemon_that_hangs_is_no_reason_to_hang(

@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from kvd.gateway import GatewaySettings
 from kvd.gateway.app import Gateway
-from kvd.gateway.connections import Patience, Patient, quickest
+from kvd.gateway.connections import Patient, quickest
 from kvd.gateway.serve import listening, server_config
 from kvd.gateway.watch import MAX_VIEWERS
 from tests.front.service import serving
@@ -121,13 +121,14 @@ class SlowTransport(asyncio.Transport):
         """Nothing is left to send."""
 
 
-def test_a_slow_client_is_no_dead_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Patient, quickest()])
+def test_a_slow_client_is_no_dead_one(tmp_path: Path, kind: type[Patient]) -> None:
     """P21: as long as it takes something it may take its time; from then on it has the deadline again."""
 
     async def scenario() -> None:
         config = server_config(Gateway(GatewaySettings(socket=tmp_path), LineLog()))
         config.load()
-        connection, transport = Patient(config, ServerState(), {}), SlowTransport()
+        connection, transport = kind(config, ServerState(), {}), SlowTransport()
         due: list[Callable[[], None]] = []
 
         class Clock:

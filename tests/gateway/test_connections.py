@@ -1,0 +1,110 @@
+"""HTTP as bytes: what is read, in how long and how much of it, with either reader and either loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from kvd.gateway.connections import MAX_HEAD_BYTES, Patience, Patient, quickest
+from kvd.gateway.serve import new_loop
+from tests.gateway.daemons import ScriptedDaemon
+from tests.gateway.serving import Served, gateway
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"Hi"}]}'
+Loop = Callable[[], asyncio.AbstractEventLoop]
+
+
+@pytest.fixture(params=["installed", "fallback"])
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Loop:
+    """What this machine has, and what is taken where that is missing."""
+    if request.param == "installed":
+        return new_loop
+    monkeypatch.setattr("kvd.gateway.serve.quickest", lambda: Patient)
+    return asyncio.new_event_loop
+
+
+def answered(served: Served, *sent: bytes) -> bytes:
+    """What a connection is told that sends so much, a piece after each reply, until the gateway closes it."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as end:
+        found = b""
+        for piece in sent[:-1]:
+            end.sendall(piece)
+            found += end.recv(65536)
+        end.sendall(sent[-1])
+        while data := end.recv(4096):
+            found += data
+        return found
+
+
+def test_tests_have_what_a_gateway_has() -> None:
+    """P5: this is a test of nothing if httptools is missing here and nobody sees it."""
+    assert quickest() is not Patient
+    assert issubclass(quickest(), Patience)
+    made = new_loop()
+    made.close()
+    assert not isinstance(made, asyncio.SelectorEventLoop)
+
+
+def test_clients_that_never_finish_are_left(
+    scripted: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, loop: Loop
+) -> None:
+    """P21: a head without end, also of a second request, line breaks, a body without end: all have a deadline."""
+    monkeypatch.setattr("kvd.gateway.connections.Patience.head_s", 0.05)
+    with gateway(scripted.path, loop=loop, body_s=0.05) as served:  # type: ignore[attr-defined]
+        assert answered(served, b"") == b""
+        assert answered(served, b"GET /health HTTP/1.1\r\nhost: loc") == b""
+        assert answered(served, HEALTH, b"GET /he").count(b"HTTP/1.1 200") == 1
+        assert answered(served, HEALTH, b"\r\n").count(b"HTTP/1.1 200") == 1
+        head = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        told = answered(served, head + b"content-length: 50\r\n\r\n{")
+        assert told.startswith(b"HTTP/1.1 408")
+        assert b"was not there within 0.05 s" in told
+
+
+def test_heads_have_a_bound(scripted: ScriptedDaemon, loop: Loop) -> None:
+    """P21: a head without end takes no memory without end."""
+    with gateway(scripted.path, loop=loop) as served:  # type: ignore[attr-defined]
+        told = answered(served, HEALTH, b"GET /health HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES)
+        assert told.count(b"HTTP/1.1 200") == 1
+        assert told.count(b"HTTP/1.1 400") == 1
+
+
+def test_a_body_may_come_in_pieces_and_is_followed_by_nothing(scripted: ScriptedDaemon, loop: Loop) -> None:
+    """P10: what stands behind a body names no agent: the request is what its head said."""
+    with gateway(scripted.path, loop=loop) as served:  # type: ignore[attr-defined]
+        head = POST + b"x-kvd-agent: mine\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+        pieces = b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\n" % (9, CHAT[:9], len(CHAT) - 9, CHAT[9:])
+        assert answered(served, head + pieces + b"x-kvd-agent: other\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert [params["agent"] for params in scripted.of("chat")] == ["mine"]
+
+
+def test_requests_that_were_sent_at_once_are_answered_in_turn(scripted: ScriptedDaemon, loop: Loop) -> None:
+    """P33: each has its own answer."""
+    with gateway(scripted.path, loop=loop) as served:  # type: ignore[attr-defined]
+        length = b"content-length: %d\r\n" % len(CHAT)
+        first = POST + b"x-kvd-agent: echo one\r\n" + length + b"\r\n" + CHAT
+        second = POST + b"x-kvd-agent: echo two\r\nconnection: close\r\n" + length + b"\r\n" + CHAT
+        told = answered(served, first + second)
+    assert told.count(b"HTTP/1.1 200") == 2
+    assert 0 < told.index(b'"content":"echo one"') < told.index(b'"content":"echo two"')
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        HEALTH.replace(b"local", b"lo\x00cal"),
+        HEALTH.replace(b"host:", b"host :"),
+        POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    ],
+)
+def test_what_two_readers_could_read_in_two_ways_is_refused(scripted: ScriptedDaemon, loop: Loop, raw: bytes) -> None:
+    """P33: or somebody's request could be read as a part of another one's."""
+    with gateway(scripted.path, loop=loop) as served:  # type: ignore[attr-defined]
+        assert answered(served, raw).startswith(b"HTTP/1.1 400")
+    assert scripted.of("chat") == []
