@@ -35,6 +35,10 @@ BAR_MS = 2.0
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Say a few words about the weather of today."}]
 OPTIONS: Mapping[str, Any] = {"max_tokens": 8, "temperature": 0.0}
 CALL_S = 60.0
+OK = b"HTTP/1.1 200 "
+CONTENT = b'"content":"'
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+"""Of a body in chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +116,25 @@ class _Http:
         began_s = time.perf_counter()
         first_s = None
         self._socket.sendall(self._request)
-        rest, is_first = b"", True
-        while True:
+        seen = b""
+        while not seen.endswith(LAST_CHUNK):
             data = self._socket.recv(READ_BYTES)
-            *lines, rest = (rest + data).split(b"\n")
-            if not data or (is_first and lines and not lines[0].startswith(b"HTTP/1.1 200 ")):
-                raise EnvironmentFault(f"the gateway answers {data[:400]!r}")
-            is_first = is_first and not lines
-            if first_s is None and any(line.startswith(b"data: {") and _has_text(line) for line in lines):
+            seen += data
+            if first_s is None and _has_text(seen):
                 first_s = time.perf_counter()
-            # the last chunk is empty, and so are all lines that follow it
-            if rest == b"" and lines[-2:] == [b"0\r", b"\r"]:
-                return _since(began_s, first_s)
+            if not data or not seen.startswith(OK[: len(seen)]):
+                raise EnvironmentFault(f"the gateway answers {seen[:400]!r}")
+        return _since(began_s, first_s)
 
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
 
 
-def _has_text(line: bytes) -> bool:
-    _, found, text = line.partition(b'"content":"')
-    return bool(found) and not text.startswith(b'"')
+def _has_text(seen: bytes) -> bool:
+    """Whether the last chunk with a content has text in it; that of the first is empty."""
+    at = seen.rfind(CONTENT)
+    return at >= 0 and seen[at + len(CONTENT) :][:1] not in (b"", b'"')
 
 
 def _since(began_s: float, first_s: float | None) -> float:

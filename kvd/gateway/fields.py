@@ -63,8 +63,7 @@ class Fields:
 
     def refuse_unknown(self, allowed: Sequence[str]) -> None:
         """Raise unless every field is allowed; a misspelt one must not be ignored in silence."""
-        unknown = sorted(name for name in self.raw if name not in allowed)
-        if unknown:
+        if unknown := sorted(self.raw.keys() - set(allowed)):
             names = ", ".join(self.path(name) for name in unknown)
             raise ApiError(
                 "unknown_parameter",
