@@ -1,4 +1,7 @@
-"""The asyncio client: the same methods as `Client`, awaited."""
+"""The asyncio client: the same methods as `Client`, awaited.
+
+Long because each method of the protocol has one here, with its types, next to the stream that two of them return.
+"""
 
 from __future__ import annotations
 
