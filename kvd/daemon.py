@@ -26,6 +26,7 @@ from kvd.ops.children import KeptChild
 from kvd.ops.file_watch import FileWatch
 from kvd.ops.lifecycle import Notifier, StopAction, handle_stop_signals, inherited_sockets
 from kvd.ops.logs import RequestLines, get_logger, hand_on_record, request_line, set_level, setup_logging
+from kvd.ops.loops import new_loop
 from kvd.ops.stall import StallWatch
 from kvd.reloading import Reloader, SettingsFile
 from kvd.scheduler.engine import Engine
@@ -85,7 +86,8 @@ class Daemon:
         folder.open()
         try:
             self._assembly.folder = folder
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(self._serve())
         finally:
             self._lines.close()
             folder.close()
@@ -223,6 +225,7 @@ class Daemon:
                 self._engine.cancel_all(f"the daemon is stopping and its grace of {grace_s:g} s is over")
                 await self._drained_within(max(grace_s, CANCEL_GRACE_S))
         ended = await self._loop.run_in_executor(None, self._engine.stop, 60.0)
+        self._lines.close()  # the last line of a log is not a request's
         self._log.info("stopped", clean=ended, uptime_s=round(time.monotonic() - self._started_s, 1))
 
     async def _drained_within(self, seconds: float) -> bool:

@@ -100,13 +100,14 @@ LAYERS = {
     # Clients' side: sockets, and the service behind one protocol.
     "kvd.front": Row("kvd.ids kvd.errors kvd.ops kvd_client.wire kvd_client.paths", "structlog"),
     "kvd.front.api": Row("kvd.errors", pure=True),
-    "kvd.gateway": Row("kvd_client", "h11 prometheus_client starlette uvicorn uvloop"),
+    "kvd.gateway": Row("kvd_client kvd.ops.loops", "h11 prometheus_client starlette uvicorn"),
     "kvd.gateway.canonical": Row("kvd.gateway.errors", pure=True),
     "kvd.gateway.conversations": Row(pure=True),
     "kvd.gateway.fields": Row("kvd.gateway.errors", pure=True),
     "kvd.gateway.identity": Row("kvd.gateway.errors", pure=True),
     "kvd.ops": Row("kvd.errors", "structlog"),
     "kvd.ops.levels": Row(pure=True),
+    "kvd.ops.loops": Row("", "uvloop"),
     "kvd.ops.file_watch": Row("", "watchdog"),
     # What people run. `cli` and `daemon` (with `assembly` and `formats`) are the only ones that wire everything.
     "kvd.bench": Row("kvd kvd_client", "click mlx numpy rich xxhash"),

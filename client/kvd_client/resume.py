@@ -78,6 +78,8 @@ class Told(Generic[T]):
 
     def call(self) -> Call[T]:
         """What is to be sent now."""
+        if self._key is None and self._broke_s is None:
+            return self._call
         params = dict(self._call.params)
         if self._key is not None:
             params["resume"] = {"key": self._key, "tokens": list(self._tokens)}

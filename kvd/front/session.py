@@ -15,7 +15,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvd.errors import Busy, Cancelled, Draining, KvdError
 from kvd.front.api import PeerInfo, Service
@@ -162,14 +162,13 @@ class Session(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Look at the peer before a byte is read (asyncio starts to read after this returns)."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         try:
             self.peer = self._host.admit(self, transport.get_extra_info("socket"))
         except PeerRefused as error:
             self.log.warning("peer_refused", reason=error.message, **error.data)
             self._is_ending = True
-            transport.abort()
+            self.abort()
         except KvdError as error:
             self.end(to_error_object(error))
 

@@ -16,7 +16,7 @@ It speaks to the daemon through `kvd_client` alone and holds no attention state:
 - `auth`: API keys and the Host header. `settings`: what `kvd gateway` can be told.
 - `record`: what a request was, for its log line; `metrics`: figures for Prometheus.
 
-May import kvd_client, starlette, uvicorn, uvloop, h11 and prometheus_client.
+May import kvd_client, kvd.ops.loops, starlette, uvicorn, h11 and prometheus_client.
 """
 
 from __future__ import annotations

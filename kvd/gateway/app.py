@@ -21,7 +21,7 @@ from kvd.gateway.auth import KeyKeeper
 from kvd.gateway.backend import Backend, ModelFacts, daemon_client
 from kvd.gateway.canonical import Canonical, header_rules
 from kvd.gateway.conversations import Conversations, Uses
-from kvd.gateway.errors import ApiError, from_daemon
+from kvd.gateway.errors import ApiError, ClientGone, from_daemon
 from kvd.gateway.fields import Fields, parse_body
 from kvd.gateway.identity import ANONYMOUS_PREFIX, PREFIX
 from kvd.gateway.metrics import CONTENT_TYPE, LOOK_S, Metrics
@@ -177,12 +177,17 @@ class Gateway:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:
             raise too_large
-        data = bytearray()
-        async for piece in request.stream():
-            data += piece
-            if len(data) > limit:
+        pieces, data_bytes = list[bytes](), 0
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            pieces.append(message.get("body", b""))
+            data_bytes += len(pieces[-1])
+            if data_bytes > limit:
                 raise too_large
-        return parse_body(bytes(data))
+            if not message.get("more_body", False):
+                return parse_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     # ---- the model and the service ----------------------------------------------------------------------------------
 

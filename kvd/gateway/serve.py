@@ -2,7 +2,7 @@
 
 The socket is made here, so that port 0 works and the address can be told before the first request. A gateway that
 `kvd serve` started ends with it: it holds the reading end of a pipe that nobody writes to, which ends when the other
-process does, however that dies. May import uvicorn, uvloop and siblings.
+process does, however that dies. May import uvicorn, kvd.ops.loops and siblings.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvd.gateway.around import Log
 from kvd.gateway.connections import MAX_HEAD_BYTES, MAX_REQUESTS, quickest
 from kvd.gateway.errors import CannotListen
 from kvd.gateway.settings import GatewaySettings
+from kvd.ops.loops import new_loop
 
 BACKLOG = 256
 STOP_GRACE_S = 5
@@ -43,15 +44,6 @@ def run(settings: GatewaySettings, log: Log, *, ready: Callable[[str], None], wi
     """
     with listening(settings.host, settings.port) as sock, asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_serve(settings, log, sock, ready, with_parent))
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """A loop of the kind to serve with here: uvloop's where it is installed, whose turns and writes are C."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -163,4 +155,4 @@ async def _end_with_parent(server: uvicorn.Server) -> None:
         loop.remove_reader(fd)
 
 
-__all__ = ["Server", "base_url", "listening", "new_loop", "run", "server_config"]
+__all__ = ["Server", "base_url", "listening", "run", "server_config"]

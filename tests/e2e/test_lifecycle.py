@@ -85,6 +85,8 @@ def test_files_are_private_under_any_umask(make_daemon: MakeDaemon) -> None:
 def test_each_request_leaves_one_line(daemon: Daemon) -> None:
     """P38: one `request` line for each request, whatever its end; nothing else, and never a word of the prompt."""
     client = daemon.client
+    client.inject("log-before", "x")
+    eventually(lambda: daemon.log_lines()[-1].get("agent") == "log-before", "lines of earlier requests are written")
     before = len(daemon.log_lines())
     client.generate("log", " first second", max_tokens=20)
     client.generate("log", " diverges at once", max_tokens=2, stream=False)
@@ -98,6 +100,7 @@ def test_each_request_leaves_one_line(daemon: Daemon) -> None:
     client.health()
     client.statistics()
     eventually(lambda: client.health().server["running"] == 0, "the cancelled request ends")
+    eventually(lambda: len(daemon.log_lines()) >= before + 7, "the last line is written, after its answer")
     lines = daemon.log_lines()[before:]
     assert [line["event"] for line in lines] == ["request"] * 7
     assert [line["level"] for line in lines[:5]] == ["info"] * 5

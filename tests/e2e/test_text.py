@@ -18,7 +18,7 @@ import pytest
 
 from kvd_client import AsyncClient, Client, GenerateResult, errors
 from kvd_client.stream import Text
-from tests.support.daemon import Daemon, ageless, short_folder
+from tests.support.daemon import Daemon, ageless, eventually, short_folder
 from tests.support.prose import prose
 from tests.support.tiny_model import make_tiny_model
 from tests.support.zygote import Zygote
@@ -429,7 +429,12 @@ def test_a_request_line_says_who_asked(daemon: Daemon) -> None:
     with Client(daemon.socket) as client:
         client.inject("who-asked", "x")
         client.pin("who-asked")
-    lines = [line for line in daemon.log_lines() if line.get("agent") == "who-asked" and line["event"] == "request"]
+
+    def asked() -> list[dict[str, Any]]:
+        return [line for line in daemon.log_lines() if line.get("agent") == "who-asked" and line["event"] == "request"]
+
+    eventually(lambda: len(asked()) >= 2, "lines are written after the answers")
+    lines = asked()
     assert [line["method"] for line in lines] == ["inject", "agent.pin"]
     assert len({line["connection"] for line in lines}) == 1
     assert {line["peer_pid"] for line in lines} == {os.getpid()}

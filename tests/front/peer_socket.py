@@ -55,7 +55,7 @@ class RawPeer:
         try:
             while (message := await self.next()) is not None:
                 rest.append(message)
-        except ConnectionResetError:
+        except (ConnectionResetError, BrokenPipeError):  # the loops tell it differently
             pass
         return rest
 

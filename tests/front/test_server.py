@@ -12,19 +12,23 @@ from typing import Any
 import pytest
 
 from kvd.front import FrontLimits, RpcServer
+from kvd.ops.loops import new_loop
 from kvd_client.wire import CODES, WireLimits
 from tests.front.peer_socket import RawPeer
 from tests.front.service import WORDS, FakeService, RecordingLog
+
+new_loop().close()  # the first uvloop of a process makes a pipe that stays: no test is blamed for it
 
 AsyncTest = Callable[..., Coroutine[Any, Any, None]]
 
 
 def on_loop(test: AsyncTest) -> Callable[..., None]:
-    """Run an async test on a loop of its own."""
+    """Run an async test on a loop of its own, of the kind that serves."""
 
     @wraps(test)
     def run(*args: object, **kwargs: object) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
 

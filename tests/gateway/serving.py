@@ -14,7 +14,8 @@ from typing import Any
 
 from kvd.gateway import GatewaySettings
 from kvd.gateway.app import Gateway
-from kvd.gateway.serve import Server, base_url, listening, new_loop
+from kvd.gateway.serve import Server, base_url, listening
+from kvd.ops.loops import new_loop
 from tests.support.daemon import eventually
 
 STOP_S = 20.0

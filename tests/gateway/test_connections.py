@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvd.gateway.connections import MAX_HEAD_BYTES, Patience, Patient, quickest
-from kvd.gateway.serve import new_loop
+from kvd.ops.loops import new_loop
 from tests.gateway.daemons import ScriptedDaemon
 from tests.gateway.serving import Served, gateway
 
