@@ -24,6 +24,9 @@ from kvd.vm.text import Span, SpanKind, TypedText, cut_spans, merge_spans, rest_
 NOT_WRITTEN = "not written yet"
 """Why a change is not durable that nobody has tried to write so far."""
 
+FIRST_BRANCH = 1
+"""Number of an agent's first branch."""
+
 MAX_BRANCHES = 4
 """Branches an agent keeps beside its current one; the least recently used is let go of first."""
 
@@ -233,7 +236,7 @@ class Agent:
     ref: AgentRef
     branches: dict[int, Branch] = field(default_factory=dict)
     current: int = 0
-    next_branch: int = 1
+    next_branch: int = FIRST_BRANCH
     seq: int = 0
     refused: str | None = None
     last_save: int = 0

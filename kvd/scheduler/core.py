@@ -37,6 +37,7 @@ from kvd.scheduler.store_door import StoreDoor
 from kvd.scheduler.thrashing import Thrashing
 from kvd.scheduler.waiting import Stop, Wait, Waiting, apply_when_room, hold_cut, release_cut
 from kvd.scheduler.warm import WarmTier
+from kvd.vm.errors import NoRoomForCopy
 from kvd.vm.events import (
     Forked,
     MemoryWanted,
@@ -497,6 +498,16 @@ class EngineCore:
         stop: Stop,
         meanwhile: Callable[[int], None] = lambda computed: None,
     ) -> Generator[Wait, None, tuple[SpaceId, int, list[str]]]:
+        computed = min(tokens, source.computed)
+        if self.pager.has_cut_at_hand(source.space, computed):
+            space = self.open_space(ref, branch_id, source.format_ids)
+            try:
+                self.memory.apply(Forked(source.space, space, computed), lambda: meanwhile(computed))
+            except NoRoomForCopy:  # what is at hand may not be any more when there is room
+                self.memory.remove_space(space)
+                del self._owners[space]
+            else:
+                return space, computed, []
         # nothing of the source need be in RAM but the page that is cut
         computed, notes = yield from hold_cut(self, source, tokens, stop)
         space = self.open_space(ref, branch_id, source.format_ids)

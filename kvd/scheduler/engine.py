@@ -84,6 +84,9 @@ from kvd.vm.events import Tick
 TICK_S = 1.0
 """How often failed writes are tried again at most, and how far apart tries for unsaved turns are at least."""
 
+COPY_AFTER_S = 0.003
+"""How long nothing must have come before copies are made that answers did not wait for."""
+
 BESIDE = ("evict", "prefetch")
 """Operations that compute nothing and write no log: they run beside a request of another agent."""
 
@@ -241,6 +244,8 @@ class Engine:
             is_exposed = core.page_waits > 0
             slept_s = self._take_messages(block=True)
             core.stats.swap_in_exposed_s += slept_s * is_exposed
+            if slept_s >= COPY_AFTER_S:
+                core.memory.copy_late()
         core.stats.busy_s += core.clock() - began_s - slept_s
         self.last_progress_s = time.monotonic()
 
@@ -314,8 +319,9 @@ class Engine:
         """See to what is in the inbox, if need be wait for it; returns the seconds that the loop slept."""
         clock = self._core_now.clock
         began_s = clock()
-        journal = self._core_now.journal
-        messages = self._inbox.take(journal.patience_s(self._answering.patience_s(TICK_S)) if block else 0.0)
+        core = self._core_now
+        most_s = COPY_AFTER_S if core.memory.has_late_copies else TICK_S
+        messages = self._inbox.take(core.journal.patience_s(self._answering.patience_s(most_s)) if block else 0.0)
         slept_s = clock() - began_s if block else 0.0
         for message in messages:
             self._take(message)

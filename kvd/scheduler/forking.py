@@ -16,7 +16,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from kvd.quant.spec import PAGE_TOKENS
-from kvd.scheduler.agents import NOT_WRITTEN, Agent, Branch
+from kvd.scheduler.agents import FIRST_BRANCH, NOT_WRITTEN, Agent, Branch
 from kvd.scheduler.commit import committed, sweep
 from kvd.scheduler.requests import AgentRef
 from kvd.scheduler.views import agent_info
@@ -76,7 +76,7 @@ class ForkNoting:
             child=self._child.agent,
             branch=branch.branch_id,
             tokens=self._tokens,
-            child_branch=Agent(self._child).next_branch,
+            child_branch=FIRST_BRANCH,
             time_s=self.created_s,
             meta=meta,
         )

@@ -171,6 +171,7 @@ class Memory:
         self._without_file: set[PageId] = set()  # of pages that had one
         self._loading: dict[PageId, Load] = {}
         self._packed: dict[PageId, Fragment] = {}
+        self._late: list[CopyTail] = []  # copies of open pages that are still to be made
         self._read_at_tick: list[Load] = []
         # pages given up although their files may be good: those stay, whoever forgets the pages
         self._spared: set[PageId] = set()
@@ -223,12 +224,39 @@ class Memory:
         """
         if tail.frame is not None:
             return self.pool.extract(tail.frame, start, end)
+        self.copy_late()
         return self._packed[tail.page_id].part(start, end)
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of all packed tails."""
+        self.copy_late()
         return sum(fragment.octets.nbytes for fragment in self._packed.values())
+
+    # ---- late copies ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_late_copies(self) -> bool:
+        """Whether open pages are still to be copied."""
+        return bool(self._late)
+
+    def copy_late(self) -> None:
+        """Copy the open pages of which forks have copies only in the books.
+
+        A fork's answer need not wait for half a megabyte: the tokens it has of an open page stay as they are in their
+        frame until a step writes there or the pager wants something done with it. Before both, and when nothing else
+        is to do, this is called.
+
+        Raises:
+            EngineBroken: the books have a page that memory lacks.
+        """
+        late, self._late = self._late, []
+        try:
+            for source, frame, page, tokens in ((each.source, each.frame, each.page, each.tokens) for each in late):
+                packed = self._packed[source].head(tokens) if frame is None else self.pool.fragment(frame, tokens)
+                self._packed[page] = packed
+        except Exception as error:
+            raise EngineBroken(f"an open page was not copied: {type(error).__name__}: {error}") from error
 
     # ---- events in --------------------------------------------------------------------------------------------------
 
@@ -273,6 +301,11 @@ class Memory:
                 self.know_page(event.space, group, number, ref.page_id, ref.key)
 
     def _carry_out(self, instruction: object) -> None:
+        if isinstance(instruction, CopyTail):
+            self._late.append(instruction)
+            return
+        if self._late:
+            self.copy_late()
         match instruction:
             case MapFrame(_, frame, group, space):
                 self.pool.create(frame, self._spaces[space].layouts[group])
@@ -280,9 +313,6 @@ class Memory:
                 # a frame whose load is still under way does not exist yet
                 if frame in self.pool:
                     self.pool.drop(frame)
-            case CopyTail(source, frame, page, _, tokens):
-                packed = self._packed[source].head(tokens) if frame is None else self.pool.fragment(frame, tokens)
-                self._packed[page] = packed
             case PackTail(page, frame, tokens):
                 self._packed[page] = self.pool.fragment(frame, tokens)
                 self.pool.drop(frame)

@@ -32,6 +32,7 @@ def run_steps(core: EngineCore, wants: Sequence[StepWanted]) -> None:
     Raises:
         EngineBroken: books and memory do not agree any more.
     """
+    core.memory.copy_late()  # steps write into open pages
     tried = len(wants) > 1 and all(want.is_decode for want in wants) and core.batch_failures < MAX_BATCH_FAILURES
     if tried and _run_together(core, wants):
         core.batch_failures = 0

@@ -28,7 +28,7 @@ from kvd.vm.eviction import EvictionPolicy, LruPolicy
 from kvd.vm.integrity import check
 from kvd.vm.mapping import Mappings
 from kvd.vm.moves import Moved
-from kvd.vm.page import OPEN, Page, PageState
+from kvd.vm.page import IN_RAM, OPEN, Page, PageState
 from kvd.vm.page_table import PageTable
 from kvd.vm.pins import Pins
 from kvd.vm.prefetch import Expectations
@@ -164,6 +164,11 @@ class Pager:
     def can_cut(self, space: SpaceId) -> bool:
         """True when every page that a CutWanted asked for is in RAM."""
         return self._demand.can_cut(space)
+
+    def has_cut_at_hand(self, space: SpaceId, tokens: int) -> bool:
+        """Whether a cut at `tokens` would need no page that is elsewhere than in RAM, nor one known to be lost."""
+        found = self._space(space)
+        return found.resumable_at(tokens) == tokens and all(each.state in IN_RAM for each in found.cut_pages(tokens))
 
     def faults(self, space: SpaceId) -> int:
         """Sealed pages loaded since the space was created because it demanded them."""

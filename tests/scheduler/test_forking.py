@@ -8,6 +8,7 @@ import pytest
 
 from kvd.ids import Namespace
 from kvd.quant.spec import PAGE_TOKENS
+from kvd.scheduler.steps import run_steps
 from kvd.store.swap_ops import AppendRecordOp, ForkLogOp, SwapOp
 from tests.scheduler.harness import World
 from tests.scheduler.test_turn import text_of
@@ -124,6 +125,50 @@ def test_parent_and_child_part_and_neither_takes_the_other_along(world: World, o
     assert not world.has("c")
     assert world.text("b") == text
     assert world.generate("b", text + "!", max_tokens=1).turn.match == "extend"
+    world.check()
+
+
+def tails(world: World, name: str) -> list[bytes]:
+    """KV of an agent's open pages."""
+    views = world.core.pager.tails(world.agent(name).branch.space)
+    return [world.core.memory.tail_bytes(view, 0, view.tokens) for view in views if view is not None]
+
+
+def test_an_open_page_is_copied_before_anything_writes_into_it(world: World, ops: list[SwapOp]) -> None:
+    """P9: the answer does not wait for the copy; the parent, cut and told otherwise in that very page, does."""
+    before = tails(world, "a")
+    tokens = len(world.agent("a").branch.tokens)
+    assert len(world.agent("a").branch.tokens) % PAGE_TOKENS > 40
+    assert world.job("fork", "a", new_agent="b").facts["durable"]
+    assert world.job("fork", "a", new_agent="c").facts["durable"]
+    assert world.core.memory.has_late_copies
+    assert world.job("rollback", "a", tokens=tokens - 30).facts["durable"]
+    assert world.generate("a", world.text("a") + " something else altogether", max_tokens=20).turn.durable
+    assert not world.core.memory.has_late_copies
+    assert tails(world, "b") == tails(world, "c") == before
+    assert tails(world, "a") != before
+    world.check()
+
+
+def test_steps_come_after_late_copies(world: World, ops: list[SwapOp]) -> None:
+    """P9: they write into open pages without the pager having a hand in it."""
+    assert world.job("fork", "a", new_agent="b").facts["durable"]
+    assert world.core.memory.has_late_copies
+    run_steps(world.core, [])
+    assert not world.core.memory.has_late_copies
+
+
+def test_a_fork_whose_copy_is_late_can_be_forked_cut_and_deleted(world: World, ops: list[SwapOp]) -> None:
+    """P9: whatever is done with it comes after the copy."""
+    before = tails(world, "a")
+    for name in ("b", "c"):
+        assert world.job("fork", "a", new_agent=name).facts["durable"]
+    assert world.job("fork", "b", new_agent="d").facts["durable"]
+    assert world.job("delete", "c").facts["deleted"]
+    assert world.job("rollback", "b", tokens=len(world.agent("b").branch.tokens) - 9).facts["durable"]
+    assert tails(world, "d") == before
+    world.job("evict", "a")
+    assert tails(world, "d") == before
     world.check()
 
 
