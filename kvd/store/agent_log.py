@@ -212,7 +212,7 @@ def _plausible(data: bytes, at: int, expected_seq: int) -> bool:
 
 
 class AgentLog:
-    """One log, open for appending. Owned by the swap thread; `append` and `replace` are the only mutators.
+    """One log, open for appending. Owned by the swap thread; `append`, `clear` and `replace` are the only mutators.
 
     Attributes:
         good_bytes: end of what is committed.
@@ -256,6 +256,8 @@ class AgentLog:
         header, checksum = frame_header(seq, payload, self.checksum)
         found = self._fs.stat(self.path)
         file_bytes = 0 if found is None else found.file_bytes
+        if found is None:
+            self._name_durable = False  # somebody removed it while it was empty
         if file_bytes < self.good_bytes:
             raise LogVanished(path=str(self.path), committed_bytes=self.good_bytes, file_bytes=file_bytes)
         handle = self._fs.open_append(self.path)
@@ -282,6 +284,21 @@ class AgentLog:
         self.good_bytes += FRAME.size + sum(map(len, payload))
         self.checksum = checksum
         return place
+
+    def clear(self) -> None:
+        """Take everything back, durably; the file stays.
+
+        Raises:
+            OSError: the disk refused; what was in it may be there or not.
+        """
+        if self._fs.stat(self.path) is not None:
+            handle = self._fs.open_append(self.path)
+            try:
+                self._fs.truncate(handle, 0)
+                self._fs.fsync(handle)
+            finally:
+                self._fs.close(handle)
+        self.good_bytes, self.checksum, self.last_offset = 0, self._seed, 0
 
     def intact(self) -> bool:
         """Whether a replay would get through everything committed.

@@ -23,8 +23,8 @@ from kvd.ids import PageId
 from kvd.store.agent_image import AgentImage, Layouts
 from kvd.store.agent_log import FRAME
 from kvd.store.errors import LogVanished, PageNotDurable, RecordInvalid
-from kvd.store.fork_notes import ForkNote, child_image, child_record, keep_notes, open_notes
-from kvd.store.fs import FileSystem
+from kvd.store.fork_notes import ForkNote, child_image, child_record, keep_notes, open_notes, put_notes_aside
+from kvd.store.fs import FileSystem, is_no_file
 from kvd.store.layout import DataFolder
 from kvd.store.log_book import Admit, LogBook
 from kvd.store.log_tails import read_tail
@@ -39,7 +39,8 @@ class ForkBook:
         logs: where logs are made.
         facts: told what belongs into the log.
         made: told of each log that was made, by agent and length.
-        stuck: notes that recovery left in the file.
+        stuck: notes that recovery left in the file, since it could not tell what they promise.
+        waiting: notes that it left there, and what they promise.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ForkBook:
         facts: Callable[[str], None],
         made: Callable[[AgentRef, int], None],
         stuck: Sequence[ForkNote] = (),
+        waiting: Sequence[tuple[ForkNote, AgentImage]] = (),
     ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
@@ -62,9 +64,18 @@ class ForkBook:
         self._made = made
         self._stuck = list(stuck)  # whoever they promise a log to is unknown in this run; no notes are added to them
         self._waiting: dict[AgentRef, tuple[ForkNote, AgentImage, Path]] = {}
+        self._promised: dict[AgentRef, int] = {}
         self._named: set[AgentRef] = set()  # by the file, as far as it may hold anything
         self._notes = open_notes(fs, folder, fingerprint)
         self._seq = 0
+        for note, image in waiting:
+            self._named.add(note.child_ref)
+            self._wait(note, image, folder.log_path(fingerprint, *note.parent_ref))
+
+    @property
+    def promised_bytes(self) -> int:
+        """What the logs that are still to be made will take, at most."""
+        return sum(self._promised.values())
 
     @property
     def is_empty(self) -> bool:
@@ -98,21 +109,31 @@ class ForkBook:
             raise PageNotDurable(page_ids=tuple(sorted(pages - durable)))
         note = replace(note, parent_seq=parent.seq, parent_checksum=log.checksum)
         payload = (note.encode(),)
-        log_bytes = image.rewritten_bytes(image.branches)
-        admit(FRAME.size + len(payload[0]) + log_bytes)
+        admit(FRAME.size + len(payload[0]) + image.rewritten_bytes(image.branches))
         self._append(note.child_ref, payload, flushing)
-        self._waiting[note.child_ref] = (note, image, log.path)
-        self._logs.promise(note.child_ref, pages, log_bytes)
+        self._wait(note, image, log.path)
         return image
 
+    def _wait(self, note: ForkNote, image: AgentImage, source: Path) -> None:
+        log_bytes = image.rewritten_bytes(image.branches)
+        self._waiting[note.child_ref] = (note, image, source)
+        self._promised[note.child_ref] = log_bytes
+        self._logs.promise(note.child_ref, image.page_ids(), log_bytes)
+
     def _append(self, child: AgentRef, payload: tuple[bytes], flushing: Callable[[], None]) -> None:
+        if self._named and not self._seq:  # what is in the file is of an earlier start, or was refused, or is in doubt
+            self.settle_all()
+            self._take_back()
         self._named.add(child)  # whatever becomes of it: a write that fails may be there all the same
         try:
             self._notes.append(self._seq + 1, payload, flushing)
-        except LogVanished:
+        except (LogVanished, OSError) as error:
+            if isinstance(error, OSError) and not is_no_file(error):
+                raise
             # somebody removed the file: what it said is told by logs instead, and a new one begins
             self.settle_all()
             self.folder_vanished()
+            self._take_back()
             self._named.add(child)
             self._notes.append(self._seq + 1, payload)
         self._seq += 1
@@ -142,11 +163,10 @@ class ForkBook:
         """
         self.settle(ref)
         left = [note for note in self._stuck if note.child_ref != ref]
-        if len(left) < len(self._stuck):
-            keep_notes(self._fs, self._folder, self._fingerprint, left)
-            self._stuck = left
-        if ref in self._named:
+        if ref in self._named or len(left) < len(self._stuck):
+            self._named.add(ref)  # until the disk has said otherwise
             self.settle_all()
+            self._stuck = left
             self._take_back()
 
     def tidy(self) -> None:
@@ -160,14 +180,21 @@ class ForkBook:
             self._facts(f"{len(self._waiting)} forks have no logs of their own yet: {error}")
 
     def folder_vanished(self) -> None:
-        """The file is gone, perhaps with the folder: no note stands. Logs are made from what memory has."""
+        """The file may be gone with the folder, and logs are made from what memory has; what is left is taken back."""
         self._notes = open_notes(self._fs, self._folder, self._fingerprint)
         self._seq = 0
-        self._named.clear()
 
     def _take_back(self) -> None:
-        keep_notes(self._fs, self._folder, self._fingerprint, ())
-        self._notes = open_notes(self._fs, self._folder, self._fingerprint, is_there=True)
+        try:
+            if self._stuck:
+                keep_notes(self._fs, self._folder, self._fingerprint, self._stuck)
+            else:
+                self._notes.clear()
+        except OSError as error:
+            if not is_no_file(error):
+                raise
+            self._facts(put_notes_aside(self._fs, self._folder, self._fingerprint))
+            self.folder_vanished()
         self._seq = 0
         self._named.clear()
 
@@ -175,7 +202,7 @@ class ForkBook:
         _, image, source = self._waiting[ref]
         record, lost = child_record(image, partial(self._tail, source, image))
         made = self._logs.begin(record)
-        del self._waiting[ref]
+        del self._waiting[ref], self._promised[ref]
         if lost:
             self._facts(f"log of fork {ref[1]!r}: {lost}")
         self._made(ref, made.log_bytes)

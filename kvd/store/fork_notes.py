@@ -6,9 +6,9 @@ new file, while somebody waits. So a fork appends a *note* to `forks.log` (frame
 and is durable with its one flush. The child's log is made from the parent's afterwards (`kvd.store.fork_book`), or by
 `finish_forks` at the next start.
 
-A note speaks of a parent's log that ends with the record it names, by number and chained checksum; whoever changes that
-log makes the logs of its children first. So a note whose parent's log ends otherwise has been seen to, or the parent
-was damaged since.
+A note speaks of a parent's log up to the record it names, by number and chained checksum; whoever changes that log
+makes the logs of its children first. So a note whose parent's log has no such record has been seen to, or the parent
+was damaged since. Records that follow are none that anybody was told of: what the disk refused may be there.
 
 Pure but for `finish_forks`. May import kvd.quant.spec, kvd.vm.text and siblings of kvd.store.
 """
@@ -23,16 +23,16 @@ import msgpack
 
 from kvd.quant.spec import PAGE_TOKENS
 from kvd.store.agent_image import AgentImage, BranchImage, Layouts, SegmentState, cut_fragments
-from kvd.store.agent_log import AgentLog, LogScan, frame_header, log_seed, scan_log
+from kvd.store.agent_log import AgentLog, frame_header, log_seed, scan_log
 from kvd.store.errors import LogCorrupt, RecordInvalid
-from kvd.store.fs import FileSystem, NotRegularFile, write_file
+from kvd.store.fs import FileSystem, NotRegularFile, is_no_file, read_twice, write_file
 from kvd.store.layout import DataFolder
 from kvd.store.log_replay import replay
 from kvd.store.log_tails import read_tail
 from kvd.store.record_codec import encode_parts
 from kvd.store.records import AgentRecord
 from kvd.store.snapshot import ReadTail, snapshot_records
-from kvd.store.swap_dir import aside_path
+from kvd.store.swap_dir import aside_path, move_aside
 from kvd.vm.text import cut_spans
 
 NOTE_VERSION: Final = 1
@@ -169,18 +169,10 @@ def child_record(image: AgentImage, read: ReadTail) -> tuple[AgentRecord, str]:
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
-def open_notes(fs: FileSystem, folder: DataFolder, fingerprint: str, *, is_there: bool = False) -> AgentLog:
-    """The file of notes, which holds nothing, for appending.
-
-    Args:
-        fs: the disk.
-        folder: the data folder.
-        fingerprint: the model.
-        is_there: its name is durable.
-    """
+def open_notes(fs: FileSystem, folder: DataFolder, fingerprint: str) -> AgentLog:
+    """The file of notes, for appending; what is in it is none of this run's."""
     path = folder.forks_path(fingerprint)
-    seed = log_seed(fingerprint, path.name)
-    return AgentLog(fs, path, seed, LogScan((), 0, seed, None), name_durable=is_there)
+    return AgentLog(fs, path, log_seed(fingerprint, path.name))
 
 
 def keep_notes(fs: FileSystem, folder: DataFolder, fingerprint: str, notes: Sequence[ForkNote]) -> None:
@@ -189,18 +181,22 @@ def keep_notes(fs: FileSystem, folder: DataFolder, fingerprint: str, notes: Sequ
     Raises:
         OSError: the disk refused; the others may stand or not.
     """
-    path = folder.forks_path(fingerprint)
     if notes:
+        path = folder.forks_path(fingerprint)
         write_file(fs, path, _frames(notes, log_seed(fingerprint, path.name)))
-        return
-    if fs.stat(path) is None:
-        return
-    handle = fs.open_append(path)
-    try:
-        fs.truncate(handle, 0)
-        fs.fsync(handle)
-    finally:
-        fs.close(handle)
+    else:
+        open_notes(fs, folder, fingerprint).clear()
+
+
+def put_notes_aside(fs: FileSystem, folder: DataFolder, fingerprint: str) -> str:
+    """Make way for notes where a folder, a link or a pipe has the name of their file; says so.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    path = folder.forks_path(fingerprint)
+    moved = move_aside(fs, path, folder.quarantine_folder(fingerprint))
+    return f"{path.name} was no file" + ("" if moved is None else f"; put aside as {moved.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +205,14 @@ class FinishedForks:
 
     Attributes:
         facts: what a person should know.
-        stuck: notes whose parent's log the disk refused to read: they stay for the next start.
+        stuck: notes whose parent's log the disk refused to read: they stay for the next start, and so must that log.
+        waiting: notes, and the agents they make, whose own logs the disk refused to make. Their open pages are in their
+            parents' logs.
     """
 
     facts: tuple[str, ...] = ()
     stuck: tuple[ForkNote, ...] = ()
+    waiting: tuple[tuple[ForkNote, AgentImage], ...] = ()
 
 
 def finish_forks(
@@ -234,9 +233,14 @@ def finish_forks(
     """
     path = folder.forks_path(fingerprint)
     found = fs.stat(path)
-    if found is None or found.is_folder or found.is_special or not found.file_bytes:
+    if found is None or not (found.file_bytes or found.is_folder or found.is_special):
         return FinishedForks()
-    data = fs.read(path, limit=MAX_NOTES_BYTES)
+    try:
+        data = read_twice(lambda: fs.read(path, limit=MAX_NOTES_BYTES))
+    except OSError as error:
+        if not is_no_file(error):
+            raise
+        return FinishedForks((f"{path.name} is no file" if dry_run else put_notes_aside(fs, folder, fingerprint),))
     scan = scan_log(data, log_seed(fingerprint, path.name))
     facts: list[str] = []
     if scan.damage is not None and scan.damage.kind == "corrupt":
@@ -244,54 +248,82 @@ def finish_forks(
         if not dry_run:
             write_file(fs, aside_path(fs, path.name, folder.quarantine_folder(fingerprint)), [data])
     stuck: list[ForkNote] = []
+    waiting: dict[tuple[str, str], tuple[ForkNote, AgentImage]] = {}
     for frame in scan.frames:
         try:
             note = decode_note(frame.payload)
         except RecordInvalid as error:
             facts.append(f"{path.name}: a note cannot be read: {error.message}")
             continue
-        if fs.stat(folder.log_path(fingerprint, *note.child_ref)) is not None:
+        who = f"fork {note.child!r} of {note.parent!r}"
+        if note.child_ref in waiting or fs.stat(folder.log_path(fingerprint, *note.child_ref)) is not None:
             continue
         try:
-            facts += _finish(fs, folder, fingerprint, note, layouts, full_groups, dry_run=dry_run)
+            image = _promised(fs, folder, fingerprint, note, layouts, full_groups)
+        except RecordInvalid as error:
+            facts.append(f"{who} is lost: {error.message}")
+            continue
         except OSError as error:
             stuck.append(note)
-            facts.append(f"fork {note.child!r} of {note.parent!r} waits for the disk: {error}")
+            facts.append(f"{who} waits for the disk: {error}")
+            continue
+        if dry_run:
+            facts.append(f"{who} is finished at the next start")
+            continue
+        try:
+            lost = _make(fs, folder, fingerprint, note, image, layouts)
+        except OSError as error:
+            waiting[note.child_ref] = note, image
+            facts.append(f"{who} has no log of its own yet: {error}")
+            continue
+        facts += [f"{who} was finished", *([f"{who}: {lost}"] if lost else [])]
     if not dry_run:
         fs.fsync_dir(folder.agents_folder(fingerprint))  # logs whose names are in the system's cache only
-        keep_notes(fs, folder, fingerprint, stuck)
-    return FinishedForks(tuple(facts), tuple(stuck))
+        kept = [*stuck, *(note for note, _ in waiting.values())]
+        if len(kept) < len(scan.frames) or scan.damage is not None:
+            keep_notes(fs, folder, fingerprint, kept)
+    return FinishedForks(tuple(facts), tuple(stuck), tuple(waiting.values()))
 
 
-def _finish(
+def _promised(
     fs: FileSystem,
     folder: DataFolder,
     fingerprint: str,
     note: ForkNote,
     layouts: Layouts,
     full_groups: frozenset[int] | None,
-    *,
-    dry_run: bool,
-) -> list[str]:
-    who = f"fork {note.child!r} of {note.parent!r}"
+) -> AgentImage:
+    """What a note promises. Records after the one it names were refused, and may be there all the same.
+
+    Raises:
+        RecordInvalid: its parent's log does not say it any more.
+        OSError: the disk refused to read that.
+    """
     source = folder.log_path(fingerprint, *note.parent_ref)
     try:
-        data = fs.read(source)
-    except (FileNotFoundError, NotRegularFile):
-        return [f"{who} is lost: its parent's log is gone"]
-    parent, last, _ = replay(source.name, scan_log(data, log_seed(fingerprint, source.name)), layouts, full_groups)
-    if parent is None or last is None or (last.seq, last.checksum) != (note.parent_seq, note.parent_checksum):
-        return [f"{who} is lost: its parent's log does not end as it did"]
-    if dry_run:
-        return [f"{who} is finished at the next start"]
-    try:
-        image = child_image(parent, note)
-    except RecordInvalid as error:
-        return [f"{who} is lost: {error.message}"]
+        data = read_twice(lambda: fs.read(source))
+    except (FileNotFoundError, NotRegularFile) as error:
+        raise RecordInvalid("its parent's log is gone") from error
+    scan = scan_log(data, log_seed(fingerprint, source.name))
+    named = (note.parent_seq, note.parent_checksum)
+    frames = [number for number, frame in enumerate(scan.frames, 1) if (frame.seq, frame.checksum) == named]
+    if not frames:
+        raise RecordInvalid("its parent's log has not the record that it names")
+    parent, _, why = replay(source.name, replace(scan, frames=scan.frames[: frames[0]]), layouts, full_groups)
+    if parent is None or why:
+        raise RecordInvalid(why or "its parent's log is empty")
+    return child_image(parent, note)
+
+
+def _make(
+    fs: FileSystem, folder: DataFolder, fingerprint: str, note: ForkNote, image: AgentImage, layouts: Layouts
+) -> str:
+    """Make the log of a child; returns what was lost."""
+    source = folder.log_path(fingerprint, *note.parent_ref)
     record, lost = child_record(image, lambda *name: read_tail(fs, source, image, layouts, name))
     target = folder.log_path(fingerprint, *note.child_ref)
     AgentLog(fs, target, log_seed(fingerprint, target.name)).replace([(record.seq, encode_parts(record))])
-    return [f"{who} was finished", *([f"{who}: {lost}"] if lost else [])]
+    return lost
 
 
 def _frames(notes: Iterable[ForkNote], seed: bytes) -> list[bytes]:
@@ -313,4 +345,5 @@ __all__ = [
     "finish_forks",
     "keep_notes",
     "open_notes",
+    "put_notes_aside",
 ]

@@ -19,10 +19,12 @@ import re
 import secrets
 import stat as stat_bits
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NewType, Protocol
+from typing import Final, NewType, Protocol, TypeVar
+
+T = TypeVar("T")
 
 FileHandle = NewType("FileHandle", int)
 """An open file; owned by whoever opened it."""
@@ -37,6 +39,11 @@ LOCK_PATIENCE_S: Final = 0.1
 _LOCK_PAUSE_S: Final = 0.002
 _FULL_FSYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
 _NO_CACHE: Final[int | None] = getattr(fcntl, "F_NOCACHE", None)
+
+
+def is_no_file(error: OSError) -> bool:
+    """Whether a file could not be opened since a folder, a link, a pipe or a device has its name."""
+    return isinstance(error, NotRegularFile) or error.errno in (errno.EISDIR, errno.ELOOP)
 
 
 class NotRegularFile(OSError):
@@ -372,6 +379,14 @@ def write_file(fs: FileSystem, path: Path, parts: Iterable[bytes | memoryview]) 
 def is_temp_name(name: str) -> bool:
     """Whether a name is one that `write_file` gives to files that are not complete."""
     return _TEMP_NAME.fullmatch(name) is not None
+
+
+def read_twice(read: Callable[[], T]) -> T:
+    """What `read` gives at the first or second try: one hiccup of the disk must not cost an agent a whole run."""
+    try:
+        return read()
+    except OSError:
+        return read()
 
 
 def folder_bytes(fs: FileSystem, path: Path, *, besides: frozenset[Path] = frozenset()) -> int:

@@ -107,7 +107,8 @@ class LogBook:
             self._references.update(agent.page_ids)
             self._count(ref, agent.scan.good_bytes)
         for ref, image in recovered.agents.items():
-            self._put(ref, image, self._open(ref, recovered.logs[ref]))
+            if ref in recovered.logs:  # the others are promised one
+                self._put(ref, image, self._open(ref, recovered.logs[ref]))
 
     def image(self, ref: AgentRef) -> AgentImage | None:
         """The agent as its log says, None when it has none."""
@@ -226,6 +227,7 @@ class LogBook:
             OSError: the disk refused.
         """
         entry = self._entry(ref)
+        self.settle()  # its name may be the one of before a compaction, after a crash
         if not entry.damaged and self._clock() - entry.verified_s >= VERIFY_EVERY_S:
             self._verify(entry)
         found = self._fs.stat(entry.log.path)

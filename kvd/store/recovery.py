@@ -22,10 +22,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from kvd.ids import PageId
 from kvd.store.agent_file_io import remove_unfinished
@@ -33,7 +32,7 @@ from kvd.store.agent_image import AgentImage, Layouts
 from kvd.store.agent_log import LogScan, log_seed, scan_log
 from kvd.store.catalog import CATALOG_ERRORS, AgentRow, Catalog, CatalogContents, PageRow, open_catalog
 from kvd.store.fork_notes import FinishedForks, finish_forks
-from kvd.store.fs import FileStat, FileSystem, is_temp_name
+from kvd.store.fs import FileStat, FileSystem, is_temp_name, read_twice
 from kvd.store.fs_meter import MeteredFileSystem
 from kvd.store.layout import DataFolder, is_log_name
 from kvd.store.log_replay import bare, cut_log, replay
@@ -42,8 +41,6 @@ from kvd.store.records import PageEntry
 from kvd.store.recovery_report import AgentRef, LogTrouble, RecoveryReport, agent_row
 from kvd.store.sleeping import READ_AGENTS, READ_BYTES, SleepingAgent, who_sleeps
 from kvd.store.swap_dir import SwapDir, SwapScan, move_aside
-
-T = TypeVar("T")
 
 
 def recover(
@@ -122,7 +119,8 @@ class _Recovery:
         try:
             scan = self.swap.scan()
             forks = self._finish_forks()
-            self._read_logs(contents, scan, read_agents, read_bytes)
+            self._read_logs(contents, scan, forks, read_agents, read_bytes)
+            self.agents.update({note.child_ref: image for note, image in forks.waiting})
             self._sweep(scan)
             self._check_pages(scan, contents)
             adopted, dropped, in_line = self._reconcile(catalog, contents)
@@ -162,6 +160,7 @@ class _Recovery:
             reads=self.fs.reads,
             is_catalog_in_line=in_line,
             stuck_forks=forks.stuck,
+            waiting_forks=forks.waiting,
         )
 
     # ---- logs -------------------------------------------------------------------------------------------------------
@@ -171,7 +170,9 @@ class _Recovery:
             self.fs, self.folder, self.fingerprint, self.layouts, self.full_groups, dry_run=self.dry_run
         )
 
-    def _read_logs(self, contents: CatalogContents, scan: SwapScan, read_agents: int, read_bytes: int) -> None:
+    def _read_logs(
+        self, contents: CatalogContents, scan: SwapScan, forks: FinishedForks, read_agents: int, read_bytes: int
+    ) -> None:
         agents_folder = self.folder.agents_folder(self.fingerprint)
         found: dict[str, FileStat] = {}
         if not self.dry_run:
@@ -182,12 +183,16 @@ class _Recovery:
             del found[name]
             self.foreign.append(str((agents_folder / name).relative_to(self.folder.root)))
         names = list(found)
+        for note in forks.stuck:  # what their forks lean on must not change in this run
+            name = self.folder.log_path(self.fingerprint, *note.parent_ref).name
+            if found.pop(name, None) is not None:
+                self.troubles.append(LogTrouble(name, note.parent_ref, "unreadable", 0, 0, "a fork could not read it"))
         committed = {row.log_name: row for row in contents.agents.values()}
         self.asleep = who_sleeps(
             self.fs, agents_folder, found, contents, scan.pages, read_agents=read_agents, read_bytes=read_bytes
         )
         sleeping = {agent.row.log_name for agent in self.asleep.values()}
-        for name in names:
+        for name in found:
             path = agents_folder / name
             if name in sleeping:
                 continue
@@ -204,7 +209,7 @@ class _Recovery:
 
     def _read_log(self, path: Path, committed: AgentRow | None) -> None:
         try:
-            data = _read_twice(lambda: self.fs.read(path))
+            data = read_twice(lambda: self.fs.read(path))
         except OSError as error:
             self.troubles.append(LogTrouble(path.name, None, "unreadable", 0, 0, str(error)))
             return
@@ -284,7 +289,7 @@ class _Recovery:
             reason = self._mismatch(header, entry, group, format_id, file_bytes)
             if reason or row is None or row.file_bytes != file_bytes:  # the catalog cannot say: ask the file
                 try:
-                    header = _read_twice(partial(self._header, page_id))
+                    header = read_twice(partial(self._header, page_id))
                 except OSError as error:
                     self.missing[page_id] = f"unreadable ({error})"
                     continue
@@ -379,9 +384,8 @@ class _Recovery:
                 catalog.drop_pages(dropped_pages)
                 for namespace, agent in dropped_agents:
                     catalog.drop_agent(namespace, agent)
-                for ref, image in self.agents.items():
-                    log = self.logs[ref]
-                    row = agent_row(image, log.checksum, log.last_offset, now_s)
+                for ref, log in self.logs.items():
+                    row = agent_row(self.agents[ref], log.checksum, log.last_offset, now_s)
                     if not row.says_the_same(contents.agents.get(ref)):
                         catalog.put_agent(row)
                 catalog.commit()
@@ -393,14 +397,6 @@ class _Recovery:
 
     def _row_differs(self, page_id: PageId, row: PageRow | None) -> bool:
         return row is None or row.file_bytes != self.file_bytes[page_id] or row.key != self.pages[page_id].key
-
-
-def _read_twice(read: Callable[[], T]) -> T:
-    """What `read` gives at the first or second try: one hiccup of the disk must not cost an agent a whole run."""
-    try:
-        return read()
-    except OSError:
-        return read()
 
 
 __all__ = ["recover"]

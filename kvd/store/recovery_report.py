@@ -67,6 +67,8 @@ class RecoveryReport:
         read_bytes: what was read of files, the catalog apart; `reads` how often.
         is_catalog_in_line: the catalog was brought in line with all this, durably.
         stuck_forks: notes of forks whose parents' logs the disk refused to read.
+        waiting_forks: notes of forks whose own logs the disk refused to make. They are among the agents, with open
+            pages in their parents' logs.
     """
 
     agents: dict[AgentRef, AgentImage]
@@ -95,6 +97,7 @@ class RecoveryReport:
     reads: int = 0
     is_catalog_in_line: bool = False
     stuck_forks: tuple[ForkNote, ...] = ()
+    waiting_forks: tuple[tuple[ForkNote, AgentImage], ...] = ()
 
     @property
     def swap_bytes(self) -> int:

@@ -369,6 +369,7 @@ __all__ = [
     "DeletePageOp",
     "FileStepOp",
     "FlushOp",
+    "ForkLogOp",
     "GiveUpPagesOp",
     "PagesChecked",
     "ReadFigures",

@@ -132,6 +132,7 @@ class SwapStore:
             self._facts.append,
             self._log_made,
             recovered.stuck_forks,
+            recovered.waiting_forks,
         )
         self._written_before = recovered.counters.get("bytes_written", 0)
         self._usage = DiskUsage(folder, fingerprint, self._fs, quota_bytes, counted=recovered.usage)
@@ -291,7 +292,7 @@ class SwapStore:
     def read_tail(self, namespace: str, agent: str, branch: int, group: int) -> bytes:
         """As `ReadTailOp`; a disk that refuses is a DiskFault."""
         with self._faults_of(ReadTailOp(namespace, agent, branch, group)):
-            self._forks.settle((namespace, agent))
+            self._settle((namespace, agent))
             return self._logs.read_tail((namespace, agent), branch, group)
 
     def write_page(self, header: PageHeader, layout: PageLayout, payload: bytes) -> None:
@@ -328,7 +329,7 @@ class SwapStore:
             case GiveUpPagesOp(page_ids):
                 return SwapResult(op, None, 0.0, value=self._give_up(page_ids))
             case DeleteLogOp():
-                self._forks.let_go((op.namespace, op.agent))
+                self._unless_vanished(lambda: self._forks.let_go((op.namespace, op.agent)))
                 self._rows_due.pop((op.namespace, op.agent), None)
                 renewals = self._catalog.renewals
                 self._catalog.drop_agent(op.namespace, op.agent)
@@ -339,7 +340,7 @@ class SwapStore:
             case WakeLogOp():
                 return self._wake(op)
             case ReadTailOp():
-                self._forks.settle((op.namespace, op.agent))
+                self._settle((op.namespace, op.agent))
                 tail = self._logs.read_tail((op.namespace, op.agent), op.branch, op.group, op.segment)
                 return SwapResult(op, None, 0.0, payload=tail)
             case FileStepOp(step):
@@ -394,7 +395,7 @@ class SwapStore:
 
     def _append(self, op: AppendRecordOp) -> SwapResult:
         ref = (op.record.namespace, op.record.agent)
-        self._forks.settle(ref)
+        self._settle(ref)
         before = self._logs.log_bytes(ref)
         renewed = self._logs.renewed
         durable = {*self._pages, *op.missing} if op.missing else self._pages
@@ -414,6 +415,9 @@ class SwapStore:
         self._counts["records"] += 1
         return SwapResult(op, None, 0.0, image=image)
 
+    def _settle(self, ref: tuple[str, str]) -> None:
+        self._unless_vanished(lambda: self._forks.settle(ref))
+
     def _log_made(self, ref: tuple[str, str], log_bytes: int) -> None:
         """A fork has a log of its own."""
         self._usage.log_bytes += log_bytes
@@ -421,7 +425,7 @@ class SwapStore:
 
     def _compact(self, op: CompactLogOp) -> SwapResult:
         ref = (op.namespace, op.agent)
-        self._forks.settle(ref)
+        self._settle(ref)
         try:
             image = self._logs.compact(ref, op.keep_branches, self._admit, open_pages=op.open_pages)
         finally:
@@ -575,6 +579,7 @@ class SwapStore:
         self._left_as.pop(page_id, None)
 
     def _admit(self, wanted_bytes: int, *, kept_bytes: int = 0) -> None:
+        kept_bytes += self._forks.promised_bytes
         # what an unreadable log names is not known: its pages look like orphans, and quarantine may hold its past
         self._usage.admit(wanted_bytes, None if self._logs.unreadable else self._delete_orphans, kept_bytes=kept_bytes)
 
