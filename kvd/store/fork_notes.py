@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import msgpack
@@ -233,7 +234,11 @@ def finish_forks(
     """
     path = folder.forks_path(fingerprint)
     found = fs.stat(path)
-    if found is None or not (found.file_bytes or found.is_folder or found.is_special):
+    if found is None:
+        return FinishedForks()
+    if not (found.file_bytes or found.is_folder or found.is_special):
+        if not dry_run:
+            _flush(fs, path)  # what a killed process took back may be back after a loss of power
         return FinishedForks()
     try:
         data = read_twice(lambda: fs.read(path, limit=MAX_NOTES_BYTES))
@@ -283,6 +288,14 @@ def finish_forks(
         if len(kept) < len(scan.frames) or scan.damage is not None:
             keep_notes(fs, folder, fingerprint, kept)
     return FinishedForks(tuple(facts), tuple(stuck), tuple(waiting.values()))
+
+
+def _flush(fs: FileSystem, path: Path) -> None:
+    handle = fs.open_append(path)
+    try:
+        fs.fsync(handle)
+    finally:
+        fs.close(handle)
 
 
 def _promised(
