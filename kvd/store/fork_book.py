@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from kvd.errors import KvdError
 from kvd.ids import PageId
@@ -29,6 +30,9 @@ from kvd.store.layout import DataFolder
 from kvd.store.log_book import Admit, LogBook
 from kvd.store.log_tails import read_tail
 from kvd.store.recovery_report import AgentRef
+
+MAX_WAITING: Final = 64
+"""Forks that may wait for their logs: their parent's next record waits for all of them, some 10 ms each on an SSD."""
 
 
 class ForkBook:
@@ -100,6 +104,8 @@ class ForkBook:
             self._make(note.parent_ref)
         if self._stuck:
             raise RecordInvalid("notes of earlier forks wait for the disk")
+        if len(self._waiting) >= MAX_WAITING:
+            raise RecordInvalid(f"{MAX_WAITING} forks wait for their logs")
         if not self._logs.is_free(note.child_ref):
             raise RecordInvalid(f"agent {note.child!r} has a log, or something in its place")
         parent, log = self._logs.stands(note.parent_ref)

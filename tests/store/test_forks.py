@@ -20,6 +20,7 @@ from kvd.store.errors import (
     QuotaExceeded,
     RecordInvalid,
 )
+from kvd.store.fork_book import MAX_WAITING
 from kvd.store.fork_notes import ForkNote, decode_note
 from kvd.store.fs import RealFileSystem
 from kvd.store.layout import DataFolder
@@ -227,6 +228,15 @@ def test_a_name_that_is_taken_is_left_alone(store: SwapStore, fs: LossyFileSyste
     for name in ("bob", "cam", "dan"):
         assert isinstance(store.perform(ForkLogOp(ada.fork(name)[1])).error, RecordInvalid)
     assert fs.read(log_of("dan")) == b"what is this"
+
+
+def test_a_parent_never_waits_for_more_than_so_many_logs(store: SwapStore, ada: ModelAgent) -> None:
+    """P35: a burst without a pause is not paid for by whoever comes next; those beyond it have records themselves."""
+    for number in range(MAX_WAITING):
+        fork(store, ada, f"child {number}")
+    assert isinstance(store.perform(ForkLogOp(ada.fork("one more")[1])).error, RecordInvalid)
+    store.idle()
+    fork(store, ada, "one more")
 
 
 def test_a_log_that_is_not_what_was_committed_is_nobodys_beginning(
