@@ -298,6 +298,8 @@ def _model_file_kind(parts: list[str]) -> Kind:
             return "swap"
         case ("agents", name) if is_log_name(name):
             return "logs"
+        case ("forks.log",):
+            return "logs"
         case (name,) if name in CATALOG_FILES:
             return "catalog"
     return "foreign"

@@ -81,7 +81,9 @@ def _logs(found: StoreLook, title: str, repair: str, facts: dict[str, object]) -
         kind: [t for t in found.troubles if t.kind == kind] for kind in ("unreadable", "corrupt", "stale", "torn")
     }
     stale = found.stale_agents()
+    forks = () if found.live else found.report.facts  # a running daemon's are about to have logs
     facts = facts | {
+        "forks": list(forks),
         "agents": len(found.report.agents),
         "log_bytes": found.report.log_bytes,
         "troubles": [
@@ -131,6 +133,13 @@ def _logs(found: StoreLook, title: str, repair: str, facts: dict[str, object]) -
             "logs",
             f"{title}: {counted(len(by_kind['torn']), 'log')} with an append that never finished or was durable",
             f"nothing: the next start cuts it off; or: {repair}",
+            **facts,
+        )
+    if forks:
+        return notice(
+            "logs",
+            f"{title}: {'; '.join(forks[:NAMED])}",
+            f"nothing: the next start makes the logs of forks that can be finished; or: {repair}",
             **facts,
         )
     return ok(

@@ -258,7 +258,7 @@ def finish_forks(
         try:
             note = decode_note(frame.payload)
         except RecordInvalid as error:
-            facts.append(f"{path.name}: a note cannot be read: {error.message}")
+            facts.append(f"{path.name}: a note cannot be read: {error.reason}")
             continue
         who = f"fork {note.child!r} of {note.parent!r}"
         if note.child_ref in waiting or fs.stat(folder.log_path(fingerprint, *note.child_ref)) is not None:
@@ -266,7 +266,7 @@ def finish_forks(
         try:
             image = _promised(fs, folder, fingerprint, note, layouts, full_groups)
         except RecordInvalid as error:
-            facts.append(f"{who} is lost: {error.message}")
+            facts.append(f"{who} is lost: {error.reason}")
             continue
         except OSError as error:
             stuck.append(note)

@@ -6,12 +6,16 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvd.store.agent_log import log_seed, scan_log
+from kvd.store.fork_notes import ForkNote, keep_notes
 from kvd.store.fs import RealFileSystem
 from kvd.store.layout import DataFolder
+from kvd.store.record_codec import decode_record
 from tests.doctor.folders import flip, log_of, logs, look_at, named, pages, statuses, tree, unknown_model
 
 CALIBRATE = {"model": "notice"}
@@ -46,6 +50,15 @@ def flip_log(data: Path) -> None:
 def flip_last_record(data: Path) -> None:
     """A last record with a wrong bit: only the catalog knows that it was no unfinished append."""
     flip(log_of(data, "bob"), 60)
+
+
+def leave_forks(data: Path) -> None:
+    """Forks whose logs were still to be made when the daemon was killed; of one the parent is gone."""
+    folder = DataFolder(data, RealFileSystem())
+    fingerprint = log_of(data, "ada").parents[1].name
+    last = scan_log(log_of(data, "ada").read_bytes(), log_seed(fingerprint, log_of(data, "ada").name)).frames[-1]
+    note = ForkNote("default", "ada", "eve", decode_record(last.payload).branch, 0, 1, 1.0, {}, last.seq, last.checksum)
+    keep_notes(RealFileSystem(), folder, fingerprint, [note, replace(note, parent="zed", child="fay")])
 
 
 def tear_log(data: Path) -> None:
@@ -201,6 +214,7 @@ DAMAGE: list[tuple[Callable[[Path], None], bool, dict[str, str], str]] = [
     (flip_log, False, {"logs": "problem"}, "committed records changed"),
     (flip_last_record, False, {"logs": "problem"}, "committed records changed: default/bob"),
     (tear_log, False, {"logs": "notice"}, "append that never finished"),
+    (leave_forks, False, {"logs": "notice"}, "fork 'eve' of 'ada' is finished at the next start; fork 'fay'"),
     (remove_log, False, {"logs": "problem"}, "its log is gone"),
     (orphan, False, {"leftovers": "notice"}, "1 page that no log names"),
     (temp_file, False, {"leftovers": "notice"}, "1 unfinished file"),
@@ -246,6 +260,15 @@ def test_a_healthy_folder_has_nothing_to_heal(data: Path, tiny_model_dir: Path) 
     assert isinstance(backends, dict)
     assert backends["reference"] == "ok"
     assert set(backends.values()) == {"ok"}
+
+
+def test_the_empty_file_of_notes_is_kvds_own(data: Path, tiny_model_dir: Path) -> None:
+    """P8 P37: nobody is told that it is not kvd's; one that others may read is said to be so."""
+    path = logs(data)[0].parents[1] / "forks.log"
+    path.touch(mode=0o600)
+    assert statuses(look_at(data, tiny_model_dir)) == CALIBRATE
+    path.chmod(0o644)
+    assert statuses(look_at(data, tiny_model_dir)) == CALIBRATE | {"modes": "problem"}
 
 
 @pytest.mark.parametrize(("damage", "deep", "expected", "words"), DAMAGE, ids=[each[0].__name__ for each in DAMAGE])
