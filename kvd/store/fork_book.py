@@ -74,7 +74,8 @@ class ForkBook:
         self._seq = 0
         for note, image in waiting:
             self._named.add(note.child_ref)
-            self._wait(note, image, folder.log_path(fingerprint, *note.parent_ref))
+            source = folder.log_path(fingerprint, *note.parent_ref)
+            self._wait(note, image, source, image.page_ids(), image.rewritten_bytes(image.branches))
 
     @property
     def promised_bytes(self) -> int:
@@ -115,16 +116,16 @@ class ForkBook:
             raise PageNotDurable(page_ids=tuple(sorted(pages - durable)))
         note = replace(note, parent_seq=parent.seq, parent_checksum=log.checksum)
         payload = (note.encode(),)
-        admit(FRAME.size + len(payload[0]) + image.rewritten_bytes(image.branches))
+        log_bytes = image.rewritten_bytes(image.branches)
+        admit(FRAME.size + len(payload[0]) + log_bytes)
         self._append(note.child_ref, payload, flushing)
-        self._wait(note, image, log.path)
+        self._wait(note, image, log.path, pages, log_bytes)
         return image
 
-    def _wait(self, note: ForkNote, image: AgentImage, source: Path) -> None:
-        log_bytes = image.rewritten_bytes(image.branches)
+    def _wait(self, note: ForkNote, image: AgentImage, source: Path, pages: set[PageId], log_bytes: int) -> None:
         self._waiting[note.child_ref] = (note, image, source)
         self._promised[note.child_ref] = log_bytes
-        self._logs.promise(note.child_ref, image.page_ids(), log_bytes)
+        self._logs.promise(note.child_ref, pages, log_bytes)
 
     def _append(self, child: AgentRef, payload: tuple[bytes], flushing: Callable[[], None]) -> None:
         if self._named and not self._seq:  # what is in the file is of an earlier start, or was refused, or is in doubt
