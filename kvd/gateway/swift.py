@@ -31,16 +31,29 @@ class Swift(Patience, HttpToolsProtocol):
         """Read, and look whether the head is there and how long it is."""
         self._has_moved = False
         super().data_received(data)
-        if self._place is not _Place.HEAD:
+        if self._place is not _Place.HEAD or self._has_moved:  # what a head follows in one read is no part of it
             self._head_bytes = 0
             return
         self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes <= MAX_HEAD_BYTES or self.transport.is_closing():
+            return
+        if self._is_answering():  # a refusal would stand in the middle of that answer
+            self.flow.pause_reading()
+        else:
             self.send_400_response("Invalid HTTP request received.")
 
     def lacks_head(self) -> bool:
-        """Line breaks before a request are no part of it: they put off nothing."""
+        """Line breaks before a request are no part of it: they put off nothing.
+
+        Whoever sends while it is being answered is waited for when that is done: no answer is cut off for what comes
+        after its request, be it the line break that some clients put behind a body.
+        """
+        if self._is_answering():
+            return False
         return self._place is _Place.HEAD or (self._place is _Place.BETWEEN and not self._has_moved)
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     # ---- the parser calls these ----
 

@@ -7,8 +7,12 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from kvd.gateway.connections import MAX_HEAD_BYTES, Patience, Patient, quickest
+from kvd.gateway.swift import Swift
 from kvd.ops.loops import new_loop
 from tests.gateway.daemons import ScriptedDaemon
 from tests.gateway.serving import Served, gateway
@@ -65,6 +69,91 @@ def test_clients_that_never_finish_are_left(
         told = answered(served, head + b"content-length: 50\r\n\r\n{")
         assert told.startswith(b"HTTP/1.1 408")
         assert b"was not there within 0.05 s" in told
+
+
+def test_what_follows_a_request_does_not_end_its_answer(
+    scripted: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, loop: Loop
+) -> None:
+    """P34: a line break behind a body, or the beginning of a next request, waits until the answer is over."""
+    monkeypatch.setattr("kvd.gateway.connections.Patience.head_s", 0.05)
+    with gateway(scripted.path, loop=loop, ping_s=0.01) as served:  # type: ignore[attr-defined]
+        body = CHAT.replace(b"{", b'{"stream":true,', 1)
+        asked = POST + b"x-kvd-agent: hangs\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        for more in (b"\r\n", b"GET /he"):
+            host, port = served.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=20) as end:
+                end.sendall(asked)
+                said = end.recv(65536)
+                end.sendall(more)
+                while said.count(b": ping") < 20:
+                    data = end.recv(65536)
+                    assert data, "it was cut off"
+                    said += data
+
+
+class Wire(asyncio.Transport):
+    """A connection that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_reading = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Keep it."""
+        self.written += data
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """There are none."""
+
+    def is_closing(self) -> bool:
+        """Nobody closes it in these tests."""
+        return False
+
+    def pause_reading(self) -> None:
+        """Note it."""
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        """Note it."""
+        self.is_reading = True
+
+    def close(self) -> None:
+        """It stays as it is."""
+
+
+def test_a_long_head_behind_a_request_does_not_speak_into_its_answer() -> None:
+    """P33: what a body and the next head take in one read is no long head; one that is waits for the answer."""
+    answer = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await answer.wait()
+        await send({"type": "http.response.body", "body": b"said"})
+
+    async def run() -> None:
+        config = Config(app, lifespan="off", log_config=None, ws="none", loop="none", http=Swift)
+        config.load()
+        wire = Wire()
+        connection = Swift(config, ServerState(), {})
+        connection.connection_made(wire)
+        body = b"a" * (MAX_HEAD_BYTES + 1)
+        connection.data_received(POST + b"content-length: %d\r\n\r\n" % len(body) + body + b"GET /health HTTP/1.1\r\n")
+        await asyncio.sleep(0)
+        assert wire.written.startswith(b"HTTP/1.1 200")
+        connection.data_received(b"x: " + body)
+        assert b"400" not in wire.written
+        assert not wire.is_reading
+        answer.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert b"said" in wire.written
+        assert wire.is_reading
+        connection.data_received(b"a")
+        assert b"HTTP/1.1 400" in wire.written
+        connection.connection_lost(None)
+
+    asyncio.run(run())
 
 
 def test_heads_have_a_bound(scripted: ScriptedDaemon, loop: Loop) -> None:
