@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 
 import pytest
@@ -89,6 +90,34 @@ def test_what_follows_a_request_does_not_end_its_answer(
                     data = end.recv(65536)
                     assert data, "it was cut off"
                     said += data
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_an_offer_of_another_protocol_is_passed_over(
+    scripted: ScriptedDaemon, loop: Loop, framing: str, pieces: int
+) -> None:
+    """P33 P40: Java's client offers HTTP/2 with its first request: its body is a body, and the connection goes on."""
+    length = b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT
+    chunks = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(CHAT), CHAT)
+    whole = POST + b"x-kvd-agent: offers\r\n" + OFFER + (length if framing == "length" else chunks)
+    cuts = {1: [], 2: [-9], 3: [len(POST) + 5, -9]}[pieces]
+    with gateway(scripted.path, loop=loop) as served:  # type: ignore[attr-defined]
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as end:
+            for begin, cut in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+                end.sendall(whole[begin:cut])
+                time.sleep(0.02)  # whether it is read by itself changes nothing, and mostly it is
+            found = end.recv(65536)
+            end.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            while data := end.recv(65536):
+                found += data
+    assert found.count(b"HTTP/1.1 200") == 2, found
+    assert [params["agent"] for params in scripted.of("chat")] == ["offers"]
+    assert scripted.of("chat")[0]["messages"] == [{"role": "user", "content": "Hi"}]
 
 
 class Wire(asyncio.Transport):
@@ -189,6 +218,7 @@ def test_requests_that_were_sent_at_once_are_answered_in_turn(scripted: Scripted
     [
         HEALTH.replace(b"local", b"lo\x00cal"),
         HEALTH.replace(b"host:", b"host :"),
+        HEALTH.replace(b"host:", b"host: localhost\r\nhost:"),
         POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
     ],
 )
