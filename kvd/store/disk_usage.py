@@ -65,6 +65,7 @@ class DiskUsage:
         swap_bytes, log_bytes, quarantine_bytes: of the present model.
         other_bytes: everything else under the root.
         reserved_bytes: kept free for the catalog, as of the last count.
+        promised_bytes: of logs that are still to be made (`kvd.store.fork_book`); the store sets it.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class DiskUsage:
         self._admissions = 0
         self._refused_bytes = 0  # used when the last admission was refused
         self._refused_until_s = 0.0
+        self.promised_bytes = 0
         self.swap_bytes = self.log_bytes = self.quarantine_bytes = self.other_bytes = self.reserved_bytes = 0
         self._take(counted if counted is not None else folder.usage(fingerprint))
 
@@ -149,7 +151,7 @@ class DiskUsage:
 
     def _over(self, wanted_bytes: int) -> int:
         """By how many bytes the quota would be passed; at most 0 when they fit."""
-        return self.used_bytes + wanted_bytes + self.reserved_bytes - self.quota_bytes
+        return self.used_bytes + self.promised_bytes + wanted_bytes + self.reserved_bytes - self.quota_bytes
 
 
 __all__ = ["DiskUsage", "catalog_reserve_bytes", "log_reserve_bytes"]

@@ -421,6 +421,7 @@ class SwapStore:
     def _log_made(self, ref: tuple[str, str], log_bytes: int) -> None:
         """A fork has a log of its own."""
         self._usage.log_bytes += log_bytes
+        self._usage.promised_bytes = self._forks.promised_bytes  # or it would count twice where room is being made
         self._rows_due[ref] = time.time()
 
     def _compact(self, op: CompactLogOp) -> SwapResult:
@@ -579,7 +580,7 @@ class SwapStore:
         self._left_as.pop(page_id, None)
 
     def _admit(self, wanted_bytes: int, *, kept_bytes: int = 0) -> None:
-        kept_bytes += self._forks.promised_bytes
+        self._usage.promised_bytes = self._forks.promised_bytes
         # what an unreadable log names is not known: its pages look like orphans, and quarantine may hold its past
         self._usage.admit(wanted_bytes, None if self._logs.unreadable else self._delete_orphans, kept_bytes=kept_bytes)
 

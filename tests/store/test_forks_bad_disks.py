@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.ids import PageId
 from kvd.store.errors import DiskFault, LogUnreadable, PageNotDurable, QuotaExceeded, RecordInvalid
 from kvd.store.fs import RealFileSystem
 from kvd.store.swap_ops import CompactLogOp, DeleteLogOp, ForkLogOp, ReadTailOp
@@ -16,7 +17,7 @@ from kvd.store.swap_store import SwapStore
 from tests.store.test_forks import FORKS, fork, killed, log_of
 from tests.support.lossy_disk import LossyFileSystem
 from tests.support.store_data import FINGERPRINT, ModelAgent, open_store
-from tests.support.store_turns import good, reads, turn
+from tests.support.store_turns import good, names, reads, turn
 
 
 @pytest.mark.parametrize("lossy", [True, False])
@@ -258,6 +259,24 @@ def test_forks_that_wait_for_their_logs_count_against_the_quota(fs: LossyFileSys
     store.idle()
     store._usage.recount()
     assert store.statistics().used_bytes + store._usage.reserved_bytes <= store.statistics().quota_bytes
+    store.close()
+
+
+def test_a_log_that_is_made_while_room_is_sought_counts_once(fs: LossyFileSystem) -> None:
+    """P25: making room makes the logs that are promised; the fork that fits then is not refused."""
+    store = open_store(fs)[2]
+    ada = good(store, ModelAgent("ada"), 511)
+    store.idle()
+    child_bytes = len(fs.read(log_of("ada")))
+    fs.poke(
+        names().page_path(FINGERPRINT, PageId(ada.pages[0][0].page_id[:2] + "ab" * 15)), bytes(child_bytes * 7 // 10)
+    )  # nobody names it
+    for _ in range(20):  # what is kept free for the catalog depends on the quota
+        store._usage.recount()
+        store._usage.quota_bytes = store._usage.used_bytes + store._usage.reserved_bytes + child_bytes * 3 // 2
+    fork(store, ada, "cam")
+    fork(store, ada, "dan")
+    assert fs.stat(log_of("cam")) is not None
     store.close()
 
 
