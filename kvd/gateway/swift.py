@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -28,6 +29,7 @@ class _Place(Enum):
 class Swift(Patience, HttpToolsProtocol):
     """Reads with httptools, which tells of each part of a message but bounds no head: that is done here."""
 
+    cycle: Any  # None before the first request, whatever uvicorn's annotation says
     _place = _Place.BETWEEN
     _head_bytes = 0
     _has_moved = False
@@ -64,7 +66,7 @@ class Swift(Patience, HttpToolsProtocol):
         return self._place is _Place.HEAD or (self._place is _Place.BETWEEN and not self._has_moved)
 
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self.cycle is not None and not bool(self.cycle.response_complete)
 
     # ---- offers of another protocol ----
 
