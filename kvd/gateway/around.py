@@ -110,7 +110,9 @@ class Around:
             if not started:
                 await body.drain(self._settings.max_body_bytes)
                 told = fault.body(dialect_of(path, headers), record.request_id)
-                response = JsonReply(told, status_code=fault.status, headers=fault.headers())
+                # whoever sends a body without an end must not keep its connection by it
+                leave = {"connection": "close"} if body.has_rest else {}
+                response = JsonReply(told, status_code=fault.status, headers={**fault.headers(), **leave})
                 await response(scope, receive, sending)
         finally:
             body.close()

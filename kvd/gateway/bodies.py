@@ -98,6 +98,12 @@ class Body:
         self._deadline_s: float | None = None
         self._held_bytes = 0
         self._ended = False
+        self._is_late = False
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether some of it was not read: it must not be taken for the connection's next request, nor awaited."""
+        return self._is_late or not self._ended
 
     async def receive(self) -> Message:
         """The next message of the connection.
@@ -118,7 +124,7 @@ class Body:
             async with asyncio.timeout_at(self._deadline_s):
                 message = await _Rest(step, waits_for)
         except TimeoutError:
-            self._ended = True
+            self._ended = self._is_late = True
             raise ApiError("slow", f"the request's body was not there within {self._within_s:g} s") from None
         return self._taken(message)
 

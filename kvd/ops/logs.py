@@ -122,8 +122,11 @@ class RequestLines:
         self._thread.start()
 
     def put(self, line: RequestLine) -> None:
-        """Have a line written soon."""
-        self._lines.put(line)
+        """Have a line written soon; after `close`, write it now."""
+        if self._thread.is_alive():
+            self._lines.put(line)
+        else:
+            self._write(line)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is left, and end; harmless when called twice."""

@@ -65,7 +65,7 @@ class ForkLogOp:
 
     Attributes:
         note: whose log, and how much of it.
-        flushing: called on the swap thread when nothing is left to do but to flush; not after an error.
+        flushing: called on the swap thread when nothing is left to do but to flush, and when it is done or refused.
     """
 
     note: ForkNote

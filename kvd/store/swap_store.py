@@ -411,7 +411,12 @@ class SwapStore:
         return self._log_changed(op, ref, image, "records")
 
     def _fork(self, op: ForkLogOp) -> SwapResult:
-        image = self._unless_vanished(lambda: self._forks.add(op.note, self._pages.keys(), self._admit, op.flushing))
+        try:
+            image = self._unless_vanished(
+                lambda: self._forks.add(op.note, self._pages.keys(), self._admit, op.flushing)
+            )
+        finally:
+            op.flushing()  # a refusal is worth no more waiting
         self._counts["records"] += 1
         return SwapResult(op, None, 0.0, image=image)
 

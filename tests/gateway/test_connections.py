@@ -70,6 +70,7 @@ def test_clients_that_never_finish_are_left(
         told = answered(served, head + b"content-length: 50\r\n\r\n{")
         assert told.startswith(b"HTTP/1.1 408")
         assert b"was not there within 0.05 s" in told
+        assert b"\r\nconnection: close\r\n" in told.lower(), "or what comes of it later would keep it for ever"
 
 
 def test_what_follows_a_request_does_not_end_its_answer(

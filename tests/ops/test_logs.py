@@ -58,6 +58,8 @@ def test_lines_are_written_in_order_by_a_thread_of_their_own_and_all_of_them_at_
     lines.close()
     assert [method for method, _ in written] == ["a", "b", "c"]
     assert {thread for _, thread in written} == {"kvd-request-lines"}
+    lines.put(replace(LINE, method="late"))
+    assert written[-1][0] == "late", "an engine that ends after its log"
 
 
 def test_a_request_leaves_one_line_with_its_figures() -> None:
