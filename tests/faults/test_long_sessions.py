@@ -99,7 +99,9 @@ def test_agents_that_come_and_go_leave_nothing_behind(make_world: Callable[..., 
     assert not core.memory._spaces
     assert not core.memory._spared
     assert not core.store._deletions
-    assert not [path for path in world.fs.live_files() if path.suffix in (".log", ".safetensors", ".tmp")]
+    left = [path for path in world.fs.live_files() if path.suffix in (".log", ".safetensors", ".tmp")]
+    assert [path.name for path in left] == ["forks.log"]
+    assert world.fs.read(left[0]) == b"", "no note of a fork is left"
     store = world.swap._store.statistics()
     assert (store.swap_bytes, store.log_bytes, store.quarantine_bytes, store.durable_pages) == (0, 0, 0, 0)
 
