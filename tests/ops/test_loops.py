@@ -9,6 +9,8 @@ import pytest
 
 from kvd.ops.loops import new_loop
 
+new_loop().close()  # the first uvloop of a process makes a pipe that stays: no test is blamed for it
+
 
 async def _kind() -> str:
     return type(asyncio.get_running_loop()).__module__.partition(".")[0]
@@ -21,6 +23,5 @@ def test_uvloop_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, *, hidden
         monkeypatch.setitem(sys.modules, "uvloop", None)
     else:
         pytest.importorskip("uvloop")
-        new_loop().close()  # the first one of a process makes a pipe that stays
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(_kind()) == kind
