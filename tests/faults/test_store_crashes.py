@@ -226,7 +226,7 @@ def test_recovery_killed_anywhere_can_be_run_again(fast_tmp: Path, tally: Counte
     """P5: recovery of a messy folder, killed at each of its operations, ends in the same state when run again."""
     total = operations_of_workload(fast_tmp)
     tried = 0
-    for at in range(3, total, 8):
+    for at in range(3, total, 5):
         step = 1
         while True:
             fs = LossyFileSystem(fast_tmp / f"side-{at}-{step}", seed=at)
