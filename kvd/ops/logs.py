@@ -4,8 +4,9 @@ Lines are JSON objects in files and pipes, `key=value` on a terminal. A request 
 level (`request_line`); whatever happens inside it is `debug`. Prompts and replies are never logged. Log files are
 0600, are rotated by size, and few are kept. Imports structlog and kvd.ops.sizes only.
 
-A request's line costs one to two milliseconds of Python: `RequestLines` writes it on a thread of its own once the
-answer is out, so that neither who asked nor the next step of the model waits for it.
+A request's line costs one to two milliseconds of Python, a tenth of that where it follows another: `RequestLines`
+writes them together on a thread of its own, some time after the answers, so that neither who asked nor the next step of
+the model waits for it. Whatever is logged late says with `at_s`, in seconds since the epoch, when it happened.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from io import TextIOWrapper
 from json import loads
 from logging.handlers import RotatingFileHandler
@@ -41,8 +43,9 @@ __all__ = [
     "setup_logging",
 ]
 
-LINE_AFTER_S = 0.01
-"""How long a request's line waits: its answer goes through three threads first, and they share one interpreter."""
+LINES_EVERY_S = 0.25
+"""How long a request's line waits for others. All threads share one interpreter: lines that are written soon after an
+answer hold up the first token of the client's next request, which comes as soon."""
 
 _CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3", "watchdog")
 """Libraries whose `info` is noise to us: they are held at `warning`."""
@@ -97,9 +100,17 @@ class RequestLine:
     preemptions: int | None = None
 
 
-def request_line(logger: structlog.stdlib.BoundLogger, line: RequestLine) -> None:
-    """Log the one line of a finished request: `warning` if it failed, `info` otherwise."""
+def request_line(logger: structlog.stdlib.BoundLogger, line: RequestLine, at_s: float | None = None) -> None:
+    """Log the one line of a finished request: `warning` if it failed, `info` otherwise.
+
+    Args:
+        logger: logs it.
+        line: what there is to say.
+        at_s: when it was finished, in seconds since the epoch; None: now.
+    """
     facts = {name: _rounded(value) for name, value in asdict(line).items() if value is not None}
+    if at_s is not None:
+        facts["at_s"] = at_s
     if line.outcome in ("ok", "cancelled"):
         logger.info("request", **facts)
     else:
@@ -109,40 +120,44 @@ def request_line(logger: structlog.stdlib.BoundLogger, line: RequestLine) -> Non
 class RequestLines:
     """Writes lines of finished requests, in order, on its own thread; from any thread.
 
-    What `kill -9` ends within `LINE_AFTER_S` of an answer leaves no line.
+    What `kill -9` ends within `LINES_EVERY_S` of an answer leaves no line.
 
     Args:
-        write: writes one line; what it raises is nobody's trouble but the line's.
+        write: writes one line, given when its request was finished; what it raises is nobody's trouble but the line's.
     """
 
-    def __init__(self, write: Callable[[RequestLine], None]) -> None:
+    def __init__(self, write: Callable[[RequestLine, float], None]) -> None:
         self._write = write
-        self._lines: queue.SimpleQueue[RequestLine | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[tuple[RequestLine, float] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-request-lines", daemon=True)
         self._thread.start()
 
     def put(self, line: RequestLine) -> None:
         """Have a line written soon; after `close`, write it now."""
         if self._thread.is_alive():
-            self._lines.put(line)
+            self._lines.put((line, time.time()))
         else:
-            self._write(line)
+            self._write(line, time.time())
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is left, and end; harmless when called twice."""
         self._lines.put(None)
+        self._closed.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            time.sleep(LINE_AFTER_S)
-            with suppress(Exception):  # a full disk, or a stream that is closed
-                self._write(line)
-            for _ in range(self._lines.qsize()):  # those that came meanwhile have waited, too, or nearly
-                if (line := self._lines.get()) is None:
+        while (item := self._lines.get()) is not None:
+            self._closed.wait(LINES_EVERY_S)
+            self._write_one(*item)
+            for _ in range(self._lines.qsize()):  # those that came meanwhile
+                if (item := self._lines.get()) is None:
                     return
-                with suppress(Exception):
-                    self._write(line)
+                self._write_one(*item)
+
+    def _write_one(self, line: RequestLine, at_s: float) -> None:
+        with suppress(Exception):  # a full disk, or a stream that is closed
+            self._write(line, at_s)
 
 
 def _rounded(value: object) -> object:
@@ -268,10 +283,19 @@ def _shared_processors() -> list[Processor]:
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.PositionalArgumentsFormatter(),
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _when_it_happened,
+        structlog.processors.MaybeTimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
         structlog.processors.format_exc_info,
     ]
+
+
+def _when_it_happened(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """The time of what is logged later than it happened."""
+    at_s = event.pop("at_s", None)
+    if isinstance(at_s, float):
+        event["timestamp"] = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return event
 
 
 def _formatter(*, as_json: bool) -> logging.Formatter:

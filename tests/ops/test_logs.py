@@ -46,7 +46,8 @@ def test_lines_are_written_in_order_by_a_thread_of_their_own_and_all_of_them_at_
     """P38: whoever is answered does not wait for its line; a line that cannot be written costs none but itself."""
     written: list[tuple[str, str]] = []
 
-    def write(line: RequestLine) -> None:
+    def write(line: RequestLine, at_s: float) -> None:
+        assert at_s > 0
         if line.method == "bad":
             raise OSError("no room")
         written.append((line.method, threading.current_thread().name))
@@ -79,6 +80,16 @@ def test_a_request_leaves_one_line_with_its_figures() -> None:
     assert record["durable"] is True
     assert record["total_s"] == 0.123457
     assert not {"ttft_s", "match_reason"} & set(record)
+
+
+def test_a_line_that_is_written_late_says_when_it_happened() -> None:
+    """Lines wait for others: the time is the request's end, not the writing."""
+    out = io.StringIO()
+    with setup_logging(stream=out):
+        request_line(get_logger("kvd"), LINE, 1_700_000_000.25)
+    (record,) = records(out.getvalue())
+    assert record["timestamp"] == "2023-11-14T22:13:20.250000Z"
+    assert "at_s" not in record
 
 
 def test_a_failed_request_is_a_warning_and_a_cancelled_one_is_not() -> None:
