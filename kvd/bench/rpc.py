@@ -270,7 +270,7 @@ def table_lines(report: RpcReport) -> list[str]:
 @click.option("--calls", type=click.IntRange(1), default=2000, show_default=True, help="Round trips a run.")
 @click.option("--events", type=click.IntRange(1), default=20_000, show_default=True, help="Stream events a run.")
 @click.option(
-    "--pairs", type=click.IntRange(1), default=120, show_default=True, help="Chats with and without a gateway."
+    "--pairs", type=click.IntRange(1), default=300, show_default=True, help="Chats with and without a gateway."
 )
 @click.option("--clients", type=click.IntRange(1, 256), default=64, show_default=True, help="Client processes at once.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs; medians count.")

@@ -40,24 +40,26 @@ COUNTED_FIELDS = (
     "user_profile_id",
     "workspace_id",
 )
-FIELDS = (
-    *COUNTED_FIELDS,
-    "billing_policy",
-    "compaction",
-    "container",
-    "fallback_credit_token",
-    "fallbacks",
-    "inference_geo",
-    "mcp_servers",
-    "max_tokens",
-    "metadata",
-    "service_tier",
-    "stop_sequences",
-    "stream",
-    "temperature",
-    "thread",
-    "top_k",
-    "top_p",
+FIELDS = frozenset(
+    (
+        *COUNTED_FIELDS,
+        "billing_policy",
+        "compaction",
+        "container",
+        "fallback_credit_token",
+        "fallbacks",
+        "inference_geo",
+        "mcp_servers",
+        "max_tokens",
+        "metadata",
+        "service_tier",
+        "stop_sequences",
+        "stream",
+        "temperature",
+        "thread",
+        "top_k",
+        "top_p",
+    )
 )
 ROLES = ("user", "assistant", "system")
 NAMES = {"stop": "stop_sequences"}

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -71,7 +72,7 @@ class Gateway:
         self._backend = Backend(self.client, settings.aliases, clock=clock)
         self._turns = Turns(self._backend, self.conversations, self.groups, settings, clock=clock)
         self._keys = KeyKeeper(settings.keys, settings.key_file, log, clock)
-        self.app: ASGIApp = Around(self._routes(), settings, log, self.metrics, clock, self._keys)
+        self.app = Around(self._routes(), settings, log, self.metrics, clock, self._keys)
 
     @staticmethod
     def _watched(settings: GatewaySettings, log: Log) -> Watch:
@@ -87,11 +88,19 @@ class Gateway:
             self.page.stop()
 
     def _routes(self) -> ASGIApp:
+        chat = self._turn(openai_chat.plan, openai_chat.ChatWriter.of)
+        completions = self._turn(
+            lambda fields, *_: openai_completions.plan(fields), openai_completions.CompletionWriter.of
+        )
+        responses = self._turn(openai_responses.plan, ResponseWriter.of)
+        messages = self._turn(
+            lambda fields, rules, _: anthropic_messages.plan(fields, rules), anthropic_messages.MessageWriter.of
+        )
         handlers: tuple[tuple[str, str, Handler], ...] = (
-            ("POST", "/v1/chat/completions", self._chat),
-            ("POST", "/v1/completions", self._completions),
-            ("POST", "/v1/responses", self._responses),
-            ("POST", "/v1/messages", self._messages),
+            ("POST", "/v1/chat/completions", chat),
+            ("POST", "/v1/completions", completions),
+            ("POST", "/v1/responses", responses),
+            ("POST", "/v1/messages", messages),
             ("POST", "/v1/messages/count_tokens", self._count_tokens),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{name:path}", self._model),
@@ -106,41 +115,25 @@ class Gateway:
                 ("GET", "/monitor/stream", self.page.stream),
             )
         routes = [Route(path, _named(path, handler), methods=[method]) for method, path, handler in handlers]
-        exact = {(method, path): _named(path, handler) for method, path, handler in handlers if "{" not in path}
+        exact = {(method, path): handler for method, path, handler in handlers if "{" not in path}
         # not `Starlette`, whose own middleware answers every error as 500 before anybody can say it in a dialect
         return _Routes(exact, Router(routes, lifespan=self._lifespan))
 
     # ---- turns ------------------------------------------------------------------------------------------------------
 
-    async def _chat(self, request: Request) -> Response:
-        limit = self.settings.default_max_tokens
-        return await self._turn(
-            request, lambda fields, rules: openai_chat.plan(fields, rules, limit), openai_chat.ChatWriter.of
-        )
+    def _turn(self, plan: Callable[[Fields, Canonical, int], Plan], writer: Callable[[Fields, str], Writer]) -> Handler:
+        """The handler of a dialect's turns."""
+        return partial(self._answer, plan, writer)
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._turn(
-            request, lambda fields, _: openai_completions.plan(fields), openai_completions.CompletionWriter.of
-        )
-
-    async def _responses(self, request: Request) -> Response:
-        limit = self.settings.default_max_tokens
-        return await self._turn(
-            request, lambda fields, rules: openai_responses.plan(fields, rules, limit), ResponseWriter.of
-        )
-
-    async def _messages(self, request: Request) -> Response:
-        return await self._turn(request, anthropic_messages.plan, anthropic_messages.MessageWriter.of)
-
-    async def _turn(
+    async def _answer(
         self,
-        request: Request,
-        plan: Callable[[Fields, Canonical], Plan],
+        plan: Callable[[Fields, Canonical, int], Plan],
         writer: Callable[[Fields, str], Writer],
+        request: Request,
     ) -> Response:
         fields = await self._fields(request)
         canonical = Canonical(header_rules(request.headers.get("x-kvd-rules"), self.settings.rules))
-        planned = plan(fields, canonical)
+        planned = plan(fields, canonical, self.settings.default_max_tokens)
         request.state.record.rules = tuple(sorted(canonical.fired))
         name = fields.text("model")
         facts = self._backend.served_as_known(name)
@@ -232,6 +225,7 @@ class Gateway:
         return JsonReply(body, status_code=200 if health.ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
+        self.app.tell()
         return Response(await self.metrics.scrape(self.client), media_type=CONTENT_TYPE)
 
     # ---- agents whose time is over ----------------------------------------------------------------------------------
@@ -247,6 +241,7 @@ class Gateway:
             await self.settled()
             await self.watch.close()
             await self.client.close()
+            self.app.close()
 
     async def _reap_for_ever(self) -> None:
         adopted: frozenset[str] = frozenset()
@@ -311,6 +306,7 @@ class _Routes:
         if handler is None:
             await self._router(scope, receive, send)
             return
+        scope["state"]["record"].endpoint = scope["path"]
         response = await handler(Request(scope, receive, send))
         await response(scope, receive, send)
 

@@ -5,6 +5,8 @@ May import starlette and siblings.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -25,6 +27,9 @@ from kvd.gateway.turns import BUG
 UNGUARDED = ("/", "/health")
 """Paths that need no API key: they tell nothing but whether requests are served, and the page's empty frame."""
 UNGUARDED_FOLDER = "/static/"
+TELL_EVERY_S = 0.25
+"""How long the line of a request that is over waits for others: the first of them costs a client's next request, which
+may come at once, more than reading that does."""
 STATUS_GONE = 499
 """In log and metrics: the client left before anything was sent (nginx's number)."""
 
@@ -73,6 +78,9 @@ class Around:
         self._metrics = metrics
         self._clock = clock
         self._bodies = Bodies(settings.max_held_bytes)
+        self._ended: list[tuple[Record, float]] = []
+        self._telling: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -146,11 +154,30 @@ class Around:
             return False
 
     def _done(self, record: Record) -> None:
-        self._metrics.end(record)
-        if record.path.startswith(UNGUARDED_FOLDER) and record.outcome == "ok":
-            return  # the page's ten files are one look at it, which the line of its stream tells
-        told = self._log.info if record.outcome in ("ok", "disconnected") else self._log.warning
-        told("request", **record.line())
+        record.over()
+        self._ended.append((record, time.time()))
+        if self._is_closed:
+            self.tell()
+        elif self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TELL_EVERY_S, self.tell)
+
+    def tell(self) -> None:
+        """Count and log the requests that are over and were not told yet: whoever asks for figures gets them all."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        ended, self._ended = self._ended, []
+        for record, at_s in ended:
+            self._metrics.end(record)
+            if record.path.startswith(UNGUARDED_FOLDER) and record.outcome == "ok":
+                continue  # the page's ten files are one look at it, which the line of its stream tells
+            told = self._log.info if record.outcome in ("ok", "disconnected") else self._log.warning
+            told("request", at_s=at_s, **record.line())
+
+    def close(self) -> None:
+        """Tell what is left; whatever ends from now on is told at once."""
+        self._is_closed = True
+        self.tell()
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:

@@ -61,9 +61,10 @@ class Fields:
         """What a message says of a field that is not what it must be."""
         return f", not {found}" if name in self.raw else "; it is missing"
 
-    def refuse_unknown(self, allowed: Sequence[str]) -> None:
+    def refuse_unknown(self, allowed: frozenset[str]) -> None:
         """Raise unless every field is allowed; a misspelt one must not be ignored in silence."""
-        if unknown := sorted(self.raw.keys() - set(allowed)):
+        if not allowed.issuperset(self.raw):
+            unknown = sorted(self.raw.keys() - allowed)
             names = ", ".join(self.path(name) for name in unknown)
             raise ApiError(
                 "unknown_parameter",

@@ -65,7 +65,9 @@ class Metrics:
         self._rules = Counter(
             "kvd_gateway_rules", "Requests that a canonicalisation rule changed.", ("rule",), registry=registry
         )
-        self._running = Gauge("kvd_gateway_running_requests", "Requests that are being answered.", registry=registry)
+        self._running = 0
+        running = Gauge("kvd_gateway_running_requests", "Requests that are being answered.", registry=registry)
+        running.set_function(lambda: self._running)
         self._up = Gauge("kvd_gateway_daemon_up", "1 if the daemon answered the scrape.", registry=registry)
         self._daemon = Gauge(
             "kvd_gateway_daemon", "Figures of the daemon, under its own names.", ("figure",), registry=registry
@@ -83,13 +85,13 @@ class Metrics:
 
     def begin(self) -> None:
         """A request came."""
-        self._running.inc()
+        self._running += 1
 
     def end(self, record: Record) -> None:
         """It was answered."""
-        self._running.dec()
+        self._running -= 1
         self._requests.labels(record.endpoint, str(record.status), record.outcome).inc()
-        self._seconds.labels(record.endpoint).observe(record.clock() - record.started_s)
+        self._seconds.labels(record.endpoint).observe(record.total_s)
         if record.identity:
             self._identities.labels(record.identity).inc()
         for rule in record.rules:

@@ -32,30 +32,32 @@ from kvd.gateway.turns import Plan
 from kvd_client.stream import Logprobs, Matched, OtherEvent, Reasoning, StreamEvent, Text, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FIELDS = (
-    *IDENTITY_FIELDS,
-    *SAMPLING_FIELDS,
-    *WITHOUT_EFFECT,
-    "audio",
-    "chat_template_kwargs",
-    "function_call",
-    "functions",
-    "logprobs",
-    "max_completion_tokens",
-    "max_tokens",
-    "messages",
-    "modalities",
-    "model",
-    "n",
-    "parallel_tool_calls",
-    "response_format",
-    "stop",
-    "stream",
-    "stream_options",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-    "web_search_options",
+FIELDS = frozenset(
+    (
+        *IDENTITY_FIELDS,
+        *SAMPLING_FIELDS,
+        *WITHOUT_EFFECT,
+        "audio",
+        "chat_template_kwargs",
+        "function_call",
+        "functions",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "modalities",
+        "model",
+        "n",
+        "parallel_tool_calls",
+        "response_format",
+        "stop",
+        "stream",
+        "stream_options",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "web_search_options",
+    )
 )
 
 

@@ -28,22 +28,24 @@ from kvd.gateway.turns import Plan
 from kvd_client.logprobs import TokenLogprob
 from kvd_client.stream import Logprobs, Matched, StreamEvent, Text
 
-FIELDS = (
-    *IDENTITY_FIELDS,
-    *SAMPLING_FIELDS,
-    *WITHOUT_EFFECT,
-    "best_of",
-    "echo",
-    "logprobs",
-    "max_tokens",
-    "model",
-    "n",
-    "prompt",
-    "response_format",
-    "stop",
-    "stream",
-    "stream_options",
-    "suffix",
+FIELDS = frozenset(
+    (
+        *IDENTITY_FIELDS,
+        *SAMPLING_FIELDS,
+        *WITHOUT_EFFECT,
+        "best_of",
+        "echo",
+        "logprobs",
+        "max_tokens",
+        "model",
+        "n",
+        "prompt",
+        "response_format",
+        "stop",
+        "stream",
+        "stream_options",
+        "suffix",
+    )
 )
 DEFAULT_MAX_TOKENS = 16
 """The service's own for this endpoint."""

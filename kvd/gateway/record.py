@@ -32,6 +32,7 @@ class Record:
         outcome: `ok`, `disconnected`, or the kind of the error.
         status: of HTTP; 499 where the client left before it was sent.
         ttft_s: from arrival to the first sampled token.
+        total_s: from arrival to the end of the response, once it is over.
         result: the daemon's figures, once there are any.
         show_divergence: the client may see the stored text where its prompt parts from it.
     """
@@ -49,6 +50,7 @@ class Record:
     outcome: str = "ok"
     status: int = 0
     ttft_s: float | None = None
+    total_s: float = 0.0
     result: GenerateResult | None = None
     show_divergence: bool = False
     started_s: float = field(init=False)
@@ -60,6 +62,10 @@ class Record:
         """The first token was sampled."""
         if self.ttft_s is None:
             self.ttft_s = self.clock() - self.started_s
+
+    def over(self) -> None:
+        """The response is sent, or nobody waits for it any more."""
+        self.total_s = self.clock() - self.started_s
 
     def finish(self, result: GenerateResult) -> None:
         """The turn ended well."""
@@ -97,7 +103,7 @@ class Record:
             "path": self.path,
             "status": self.status,
             "outcome": self.outcome,
-            "total_s": round(self.clock() - self.started_s, 6),
+            "total_s": round(self.total_s, 6),
             "namespace": self.namespace,
             "identity": self.identity,
             "agent": self.agent,

@@ -30,7 +30,7 @@ from kvd.gateway.identity import ANONYMOUS_PREFIX, PREFIX, identify
 from kvd.gateway.record import Record
 from kvd.gateway.settings import GatewaySettings
 from kvd.gateway.sse import JsonReply
-from kvd.gateway.streams import END, EventStream, Paced, unless_gone
+from kvd.gateway.streams import END, Attended, EventStream, Paced
 from kvd_client import AsyncGenerateStream, KvdClientError, RemoteError
 from kvd_client.errors import AgentNotFound
 from kvd_client.stream import FirstToken, Matched, Queued, StreamEvent
@@ -119,24 +119,19 @@ class Turns:
         """
         record: Record = request.state.record
         record.stream = plan.stream
-        return await unless_gone(request, self._answered(request, plan, writer, record))
-
-    async def _answered(self, request: Request, plan: Plan, writer: Writer, record: Record) -> Response:
-        running = await self._start(request, plan, record)
-        try:
-            if plan.stream:
-                return await self._stream(running, writer, record)
-            answer = await running.answer()
-        except BaseException:
-            running.close()
-            raise
+        with Attended(request.receive):
+            try:
+                running = await self._begun(request, plan, record)
+            except KvdClientError as error:
+                raise from_daemon(error, plan.names) from error
+            try:
+                if plan.stream:
+                    return await self._stream(running, writer, record)
+                answer = await running.answer()
+            except BaseException:
+                running.close()
+                raise
         return JsonReply(dict(writer.whole(answer)), headers=running.headers())
-
-    async def _start(self, request: Request, plan: Plan, record: Record) -> Running:
-        try:
-            return await self._begun(request, plan, record)
-        except KvdClientError as error:
-            raise from_daemon(error, plan.names) from error
 
     async def _begun(self, request: Request, plan: Plan, record: Record) -> Running:
         identity = identify(request.headers, plan.body, plan.messages)
