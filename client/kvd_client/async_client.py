@@ -50,7 +50,7 @@ class AsyncGenerateStream:
     async def _start(self) -> tuple[Told[GenerateResult], Progress[GenerateResult]]:
         if self._told is None or self._progress is None:
             self._closings = self._client.closings
-            transport = await self._client.connect()
+            transport = self._client.connected or await self._client.connect()
             self._told, self._progress = Told(self._call, self._resume_s), Progress(self._call)
             self._send(transport, self._told)
         return self._told, self._progress
@@ -474,6 +474,12 @@ class AsyncClient:
     async def __aexit__(self, *_exc: object) -> None:
         await self.close()
 
+    @property
+    def connected(self) -> AsyncTransport | None:
+        """The connection, if there is one that can be used."""
+        transport = self._transport
+        return transport if transport is not None and transport.is_usable else None
+
     async def connect(self, closings: int | None = None) -> AsyncTransport:
         """The connection, made when there is none; calls do this by themselves.
 
@@ -485,8 +491,8 @@ class AsyncClient:
             DaemonUnreachable: nobody answers.
         """
         began = self.closings if closings is None else closings
-        if began == self.closings and self._transport is not None and self._transport.is_usable:
-            return self._transport
+        if began == self.closings and (transport := self.connected) is not None:
+            return transport
         async with self._connecting:
             self.check_open(began)
             if self._transport is None or not self._transport.is_usable:
@@ -507,7 +513,7 @@ class AsyncClient:
             raise connection_lost(os.fspath(self.socket), CLOSED_HERE, start_command(self.socket))
 
     async def _run(self, call: Call[T]) -> T:
-        transport = await self.connect()
+        transport = self.connected or await self.connect()
         progress = Progress(call)
         request_id = transport.send_request(call.method, call.params)
         done = False

@@ -35,27 +35,25 @@ class _Inbox:
         """Add the next message."""
         self.messages.append(message)
         if self._waiter is not None:
-            self.wake()
+            self._settle(True)
 
     def wake(self) -> None:
         """Let whoever waits look again."""
         self._settle(True)
 
-    async def wait(self, timeout_s: float | None) -> bool:
-        """Wait for `wake`; False when it does not come in time. One task at a time waits."""
+    def wait(self, timeout_s: float | None) -> asyncio.Future[bool]:
+        """What `wake` sets to true, or the time to false; to be awaited at once, by one task at a time."""
         loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._settle, False)
-        try:
-            return await self._waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
+        waiter = self._waiter = loop.create_future()
+        if timeout_s is not None:
+            timer = loop.call_later(timeout_s, self._settle, False)
+            waiter.add_done_callback(lambda _: timer.cancel())  # before whoever waits goes on
+        return waiter
 
     def _settle(self, is_there: bool) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(is_there)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(is_there)
 
 
 class AsyncTransport(asyncio.BufferedProtocol):
@@ -96,27 +94,34 @@ class AsyncTransport(asyncio.BufferedProtocol):
         """Hand out what the bytes say; they are copied."""
         try:
             self._wire.feed(data)
-            inbox, of = None, -1
-            for said in self._wire.text_events():
-                if said[0] != of:
-                    of = said[0]
-                    inbox = self._inboxes.get(of)
-                    if inbox is not None:
-                        inbox.wake()  # whoever waits goes on after this, when all is in
-                if inbox is not None:
-                    inbox.messages.append(said)
+            self._take_texts()
             while (event := self._wire.next_event()) is not None:
                 if isinstance(event, _OF_CALLS):
                     inbox = self._inboxes.get(event.request_id)
                     if inbox is not None:
                         inbox.put(event)
-                        self._hold_up(inbox)
+                        if self.most_waiting is not None:
+                            self._hold_up(inbox)
+                    if isinstance(event, StreamReceived):  # where there is one there may be many
+                        self._take_texts()
                 elif isinstance(event, ErrorNotified):
                     self._fail(partial(remote_error, event.error))
         except ProtocolError as error:
             text = f"the daemon broke the protocol: {error.message}"
             self._fail(partial(local_error, "protocol", text))
             self._abort()
+
+    def _take_texts(self) -> None:
+        """Hand out the text events that come next."""
+        inbox, of = None, -1
+        for said in self._wire.text_events():
+            if said[0] != of:
+                of = said[0]
+                inbox = self._inboxes.get(of)
+                if inbox is not None:
+                    inbox.wake()  # whoever waits goes on after this, when all is in
+            if inbox is not None:
+                inbox.messages.append(said)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is closed."""
@@ -169,13 +174,14 @@ class AsyncTransport(asyncio.BufferedProtocol):
         inbox = self._inboxes.get(request_id)
         if inbox is None:
             raise (self._failure or self._lost("the call was given up"))()
-        while not inbox.messages:
+        messages = inbox.messages
+        while not messages:
             if self._failure is not None:
                 raise self._failure()
             if not await inbox.wait(timeout_s):
                 text = f"no message of the daemon within {timeout_s:g} s"
                 raise CallTimeout(text, timeout_s=timeout_s or 0.0)
-        message = inbox.messages.popleft()
+        message = messages.popleft()
         if self._is_held_up:
             self._hold_up(inbox)
         return message

@@ -228,21 +228,27 @@ class Transport:
             return
         try:
             self._wire.feed(data)
-            for said in self._wire.text_events():
-                inbox = self._inboxes.get(said.request_id)
-                if inbox is not None:
-                    inbox.append(said)
+            self._take_texts()
             while (event := self._wire.next_event()) is not None:
                 if isinstance(event, StreamReceived | ResponseReceived):
                     inbox = self._inboxes.get(event.request_id)
                     if inbox is not None:
                         inbox.append(event)
+                    if isinstance(event, StreamReceived):  # where there is one there may be many
+                        self._take_texts()
                 elif isinstance(event, ErrorNotified):
                     self._fail(partial(remote_error, event.error))
         except ProtocolError as error:
             text = f"the daemon broke the protocol: {error.message}"
             self._fail(partial(local_error, "protocol", text))
         self._half_read = False
+
+    def _take_texts(self) -> None:
+        """Hand out the text events that come next; with the lock held."""
+        for said in self._wire.text_events():
+            inbox = self._inboxes.get(said.request_id)
+            if inbox is not None:
+                inbox.append(said)
 
     def _send(self, data: bytes, timeout_s: float | None) -> None:
         """Write all of `data`; with the send lock held."""

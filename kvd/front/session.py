@@ -183,23 +183,27 @@ class Session(asyncio.BufferedProtocol):
     def _data_received(self, data: memoryview) -> None:
         if self._is_ending:
             return
-        self._wire.feed(data)
+        wire = self._wire
+        wire.feed(data)
         self._is_reading = True
         try:
-            buffered_bytes = self._wire.buffered_bytes
-            while (event := self._wire.next_event()) is not None:
-                message_bytes, buffered_bytes = buffered_bytes - self._wire.buffered_bytes, self._wire.buffered_bytes
-                self._handle(event, message_bytes)
+            buffered_bytes = wire.buffered_bytes
+            while (event := wire.next_event()) is not None:
+                left_bytes = wire.buffered_bytes
+                self._handle(event, buffered_bytes - left_bytes)
+                buffered_bytes = left_bytes
         except ProtocolError as error:
             self._violated(error)
             return
         finally:
             self._is_reading = False
             self._flush()
-        self._hold(self._wire.buffered_bytes - self._unfinished_bytes)
-        self._unfinished_bytes = self._wire.buffered_bytes
-        if self._unfinished_bytes and self._holds_too_much(0):
-            self.end(to_error_object(self._held_error()))
+        unfinished_bytes = wire.buffered_bytes
+        if unfinished_bytes or self._unfinished_bytes:
+            self._hold(unfinished_bytes - self._unfinished_bytes)
+            self._unfinished_bytes = unfinished_bytes
+            if unfinished_bytes and self._holds_too_much(0):
+                self.end(to_error_object(self._held_error()))
 
     def eof_received(self) -> bool:
         """The peer is gone or will send no more, which is the same: its calls are cancelled and the socket closed."""
@@ -327,7 +331,8 @@ class Session(asyncio.BufferedProtocol):
         if self._is_ending:
             return
         # Waiting text of the call must become bytes before its id is free on the wire.
-        self._outbox.seal(request_id)
+        if self._outbox.waiting_bytes:
+            self._outbox.seal(request_id)
         if not isinstance(answer, ErrorObject):
             try:
                 self._write(self._wire.send_response(request_id, answer))

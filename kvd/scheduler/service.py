@@ -80,6 +80,7 @@ class KvdService:
         self._gateway_fault = gateway_fault
         self._ready: asyncio.Event = asyncio.Event()
         self._started_s = time.monotonic()
+        self._pid = os.getpid()
         self._draining = False
         self._subscriptions = Subscriptions()
         self._rendering = asyncio.Lock()
@@ -87,7 +88,7 @@ class KvdService:
         self._compiler: GrammarCompiler | None = None
         self._template: ChatTemplate | None = None
         job = self._job
-        self._at_once: dict[str, Callable[[Params], object]] = {"health": self._health}
+        self._at_once: dict[str, Callable[[Mapping[str, object]], object]] = {"health": self._health}
         self._methods: dict[str, Callable[[Params, CallContext], Awaitable[object]]] = {
             "hello": self._hello,
             "generate": self._generate,
@@ -140,8 +141,7 @@ class KvdService:
 
     def at_once(self, method: str) -> Callable[[Mapping[str, object]], object] | None:
         """What answers the method without waiting (see `kvd.front.api.Service`)."""
-        handler = self._at_once.get(method)
-        return None if handler is None else lambda params: handler(Params(method, params))
+        return self._at_once.get(method)
 
     async def call(self, method: str, params: Mapping[str, object], context: CallContext) -> object:
         """Carry out one method (see `kvd.front.api.Service`)."""
@@ -392,7 +392,7 @@ class KvdService:
             raise Unsupported(
                 f"protocol {wanted} is not spoken here, only {PROTOCOL_VERSION}", protocol=PROTOCOL_VERSION
             )
-        base = {"server": "kvd", "version": __version__, "protocol": PROTOCOL_VERSION, "pid": os.getpid()}
+        base = {"server": "kvd", "version": __version__, "protocol": PROTOCOL_VERSION, "pid": self._pid}
         return base | self._facts | {"status": self._status, "methods": list(self.methods)}
 
     async def _model_info(self, params: Params, context: CallContext) -> object:
@@ -418,12 +418,13 @@ class KvdService:
             return "loading"
         return "stalled" if self._is_stalled() else "ready"
 
-    def _health(self, params: Params) -> object:
-        params.refuse_unknown()
+    def _health(self, params: Mapping[str, object]) -> object:
+        if params:
+            Params("health", params).refuse_unknown()
         return {
             "ready": self._status == "ready",
             "status": self._status,
-            "pid": os.getpid(),
+            "pid": self._pid,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "engine_idle_s": round(time.monotonic() - self._engine.last_progress_s, 3),
             "gateway_fault": self._gateway_fault(),

@@ -23,12 +23,14 @@ from kvd_client.wire.events import (
     StreamReceived,
 )
 from kvd_client.wire.framing import CLIENT_LIMITS, Framer, WireLimits
-from kvd_client.wire.quick import Quick, is_within
-from kvd_client.wire.sendable import check_sendable
+from kvd_client.wire.quick import QUICK_BYTES, Quick, is_within
+from kvd_client.wire.sendable import check_sendable, is_flat
 
 _REQUEST, _RESPONSE, _NOTIFICATION = 0, 1, 2
 _MAX_ID = (1 << 63) - 1
 _SMALL_BYTES = 1 << 13
+_RESPONSE_LEAD = b"\x94\x01"
+"""How a response begins."""
 
 
 class Connection:
@@ -44,16 +46,20 @@ class Connection:
         self._quick: Quick | None = None
         self._spent: Quick | None = None
         self._may_be_quick = is_within(limits)
+        self._direct: bytes | None = None  # what `_quick` reads, where that is not the framer's
         self._incoming: set[int] = set()
         self._outgoing: set[int] = set()
         self._last_id = 0
         self._broken: ProtocolError | None = None
-        self._packer = msgpack.Packer(use_bin_type=True, buf_size=_SMALL_BYTES)
+        self._packer = _new_packer()
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes of a message that has not arrived completely."""
-        return self._framer.buffered_bytes - (self._quick.taken_bytes if self._quick is not None else 0)
+        if self._quick is None:
+            return self._framer.buffered_bytes
+        there_bytes = self._framer.buffered_bytes if self._direct is None else len(self._direct)
+        return there_bytes - self._quick.taken_bytes
 
     @property
     def outgoing(self) -> frozenset[int]:
@@ -64,8 +70,16 @@ class Connection:
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Add received bytes; call `next_event` until it returns None before feeding more."""
-        if self._broken is None:
+        if self._broken is not None:
+            return
+        if self._quick is not None:  # not all was asked for
+            self._leave(self._quick)
+        if not self._may_be_quick or len(data) > QUICK_BYTES or self._framer.buffered_bytes:
             self._framer.feed(data)
+        elif data:  # nearly always: whole messages, of which nothing stays
+            self._direct = bytes(data)
+            self._quick, self._spent = self._spent or Quick(), None
+            self._quick.fill(self._direct)
 
     def feed_eof(self) -> None:
         """The peer closed its side.
@@ -113,6 +127,8 @@ class Connection:
     def text_events(self) -> list[StreamReceived]:
         """The text events that come next, for whoever has many to read; then go on with `next_event`."""
         events: list[StreamReceived] = []
+        if self._direct is not None and self._direct[:2] == _RESPONSE_LEAD:  # looking would cost more than the answer
+            return events
         while self._broken is None:
             quick = self._quick = self._quick or self._new_quick()
             if quick is None:
@@ -124,20 +140,21 @@ class Connection:
         return events
 
     def _new_quick(self) -> Quick | None:
-        """A quick reader of what is buffered; None where the scanner has begun a message already."""
+        """A quick reader of what the framer has; None where the scanner has begun a message already."""
         data = self._framer.unread if self._may_be_quick else None
         if data is None:
             return None
-        spent, self._spent = self._spent, None
-        if spent is None:
-            return Quick(data)
-        spent.fill(data)
-        return spent
+        quick, self._spent = self._spent or Quick(), None
+        quick.fill(data)
+        return quick
 
     def _leave(self, quick: Quick) -> None:
         """A quick reader has read what it could; it is kept for the next bytes if nothing is left in it."""
-        self._framer.skip(quick.taken_bytes)
-        self._quick = None
+        if self._direct is None:
+            self._framer.skip(quick.taken_bytes)
+        elif not quick.is_spent:
+            self._framer.feed(self._direct[quick.taken_bytes :])
+        self._direct = self._quick = None
         self._spent = quick if quick.is_spent else None
 
     def _fail(self, error: ProtocolError) -> None:
@@ -146,22 +163,22 @@ class Connection:
 
     def _interpret(self, message: list[object], is_text: bool) -> Event | None:
         """Turn one whole message into an event; None for messages that say nothing new."""
-        kind = message[0]
-        if kind == _NOTIFICATION and type(kind) is int and len(message) == 3:
-            if not is_text:
+        kind, length = message[0], len(message)
+        if type(kind) is int:
+            if kind == _RESPONSE and length == 4 and is_text:
+                return self._response(message)
+            if kind == _REQUEST and length == 4:
+                return self._request(message, is_text)
+            if kind == _NOTIFICATION and length == 3 and is_text:
+                return self._notification(message)
+            if (kind, length) in ((_RESPONSE, 4), (_NOTIFICATION, 3)):
                 raise ProtocolError("a string is not UTF-8")
-            return self._notification(message)
-        if type(kind) is not int or len(message) != 4 or kind not in (_REQUEST, _RESPONSE):
-            raise ProtocolError(f"no message has type {kind!r:.40} and {len(message)} elements")
-        if kind == _REQUEST:
-            return self._request(message, is_text)
-        if not is_text:
-            raise ProtocolError("a string is not UTF-8")
-        return self._response(message)
+        raise ProtocolError(f"no message has type {kind!r:.40} and {length} elements")
 
     def _request(self, message: list[object], is_text: bool) -> Event:
-        request_id = _id(message[1])
-        method, params = message[2], message[3]
+        request_id, method, params = message[1], message[2], message[3]
+        if type(request_id) is not int or not 0 <= request_id <= _MAX_ID:
+            raise _no_id(request_id)
         if not isinstance(method, str) or not isinstance(params, list):
             raise ProtocolError("a request is [0, id, method, [params]]", request_id=request_id)
         if request_id in self._incoming:
@@ -178,7 +195,9 @@ class Connection:
         return RequestReceived(request_id, method, params[0])
 
     def _response(self, message: list[object]) -> Event:
-        request_id = _id(message[1])
+        request_id = message[1]
+        if type(request_id) is not int or not 0 <= request_id <= _MAX_ID:
+            raise _no_id(request_id)
         if request_id not in self._outgoing:
             raise ProtocolError(f"a response to id {request_id}, which is not in flight", request_id=request_id)
         self._outgoing.remove(request_id)
@@ -226,32 +245,32 @@ class Connection:
             EncodeError: `result` cannot be sent; the request is still in flight.
             ValueError: no such request is in flight.
         """
-        return self._answer([_RESPONSE, request_id, None, result], request_id)
+        if request_id not in self._incoming:
+            raise _not_in_flight(request_id)
+        data = self._encode([_RESPONSE, request_id, None, result])
+        self._incoming.remove(request_id)
+        return data
 
     def send_error(self, request_id: int, error: ErrorObject) -> bytes:
         """Bytes of an error in answer to a request of the peer. Raises as `send_response`."""
-        return self._answer([_RESPONSE, request_id, error.to_wire(), None], request_id)
-
-    def _answer(self, message: list[object], request_id: int) -> bytes:
         if request_id not in self._incoming:
-            raise ValueError(f"request {request_id} is not in flight")
-        data = self._encode(message)
+            raise _not_in_flight(request_id)
+        data = self._encode([_RESPONSE, request_id, error.to_wire(), None])
         self._incoming.remove(request_id)
         return data
 
     def send_stream(self, request_id: int, event: Mapping[str, object]) -> bytes:
         """Bytes of a stream event of a request of the peer. Raises as `send_response`."""
         if request_id not in self._incoming:
-            raise ValueError(f"request {request_id} is not in flight")
+            raise _not_in_flight(request_id)
         text = event.get("text")
         if type(text) is str and len(text) < _SMALL_BYTES // 8 and len(event) == 2:
-            # nearly all events; a packer for each would cost more than packing, and one that is kept keeps its buffer
-            try:
+            try:  # nearly all events
                 data: bytes = self._packer.pack(
                     [_NOTIFICATION, "stream", [request_id, event if type(event) is dict else dict(event)]]
                 )
             except (TypeError, ValueError, OverflowError):  # the usual way says what is wrong with it
-                self._packer.reset()
+                self._packer = _new_packer()
             else:
                 return data
         return self._encode([_NOTIFICATION, "stream", [request_id, dict(event)]])
@@ -270,25 +289,42 @@ class Connection:
 
     def _encode(self, message: list[object]) -> bytes:
         try:
-            # a small buffer that grows: `packb` takes a quarter of a megabyte from the system for each message
-            data: bytes = msgpack.Packer(use_bin_type=True, buf_size=_SMALL_BYTES).pack(message)
+            data: bytes = self._packer.pack(message)
         except UnicodeEncodeError as error:
+            self._packer = _new_packer()
             raise TextNotEncodable(
                 f"a string has a lone surrogate (U+{ord(error.object[error.start]):04X}), which UTF-8 cannot carry"
             ) from error
         except (TypeError, ValueError, OverflowError) as error:
+            self._packer = _new_packer()
             raise EncodeError(f"a message cannot be encoded: {error}") from error
-        check_sendable(message, self._limits)
+        if len(data) > _SMALL_BYTES:
+            self._packer = _new_packer()  # it keeps the largest buffer that it ever had
+        if not is_flat(message, self._limits):
+            check_sendable(message, self._limits)
         if len(data) > self._limits.max_send_bytes:
             raise MessageTooLarge(len(data), self._limits.max_send_bytes)
         return data
 
 
+def _new_packer() -> msgpack.Packer:
+    """A packer with a small buffer that grows: one as it comes takes a quarter of a megabyte from the system."""
+    return msgpack.Packer(use_bin_type=True, buf_size=_SMALL_BYTES)
+
+
 def _id(value: object) -> int:
     """A message id, checked (`True` is no id although Python calls it an integer)."""
     if type(value) is not int or not 0 <= value <= _MAX_ID:
-        raise ProtocolError(f"an id is an integer from 0 to 2**63 - 1, not {value!r:.40}")
+        raise _no_id(value)
     return value
+
+
+def _not_in_flight(request_id: int) -> ValueError:
+    return ValueError(f"request {request_id} is not in flight")
+
+
+def _no_id(value: object) -> ProtocolError:
+    return ProtocolError(f"an id is an integer from 0 to 2**63 - 1, not {value!r:.40}")
 
 
 def _decode(frame: bytes) -> tuple[list[object], bool]:

@@ -24,6 +24,7 @@ from kvd_client.wire.sendable import FLAT_VALUES, is_flat_map
 QUICK_BYTES: Final = 1 << 16
 """Most buffered bytes that are read this way: what a socket gives at once, several times over."""
 
+_FIRST_BYTES: Final = 1 << 10
 _MAX_CHILDREN: Final = 4096
 _MAX_DEPTH: Final = 16
 _MAX_VALUES: Final = 8192
@@ -38,23 +39,21 @@ def is_within(limits: WireLimits) -> bool:
 
 
 class Quick:
-    """A reader of the bytes that were buffered when it was made, or filled again. Owner: one `Connection`.
-
-    Args:
-        data: whole messages, the last one perhaps cut off; only the first `QUICK_BYTES` are read.
+    """A reader of the bytes it is filled with. Owner: one `Connection`.
 
     Attributes:
         has_run_out: nothing more can be decoded: the bytes end, or what comes next is unusual.
-        is_cut: there were more bytes than that.
+        is_cut: there were more than `QUICK_BYTES`, which is all it reads.
+        is_spent: all bytes were messages that were returned.
         taken_bytes: of the messages that were returned.
     """
 
-    def __init__(self, data: bytes | bytearray) -> None:
+    def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker(
             raw=False,
             strict_map_key=True,
             unicode_errors="strict",
-            read_size=min(max(1, len(data)), QUICK_BYTES),  # of its buffer: no larger than what is fed
+            read_size=_FIRST_BYTES,  # of its buffer, which grows to what is fed
             max_buffer_size=QUICK_BYTES,
             max_str_len=QUICK_BYTES,
             max_bin_len=QUICK_BYTES,
@@ -64,10 +63,14 @@ class Quick:
         )
         self._unpack, self._tell = self._unpacker.unpack, self._unpacker.tell
         self._left: list[Any] = []  # the one message that `text_events` decoded and left to `next_message`
-        self.fill(data)
+        self._length_bytes = 0
+        self._before_bytes = 0
+        self.taken_bytes = 0
+        self.has_run_out = self.is_cut = False
+        self.is_spent = True
 
     def fill(self, data: bytes | bytearray) -> None:
-        """Read these bytes next; only where `is_spent`, or for the first time."""
+        """Read these bytes next, whole messages, the last one perhaps cut off; only where `is_spent`."""
         self.is_cut = len(data) > QUICK_BYTES
         if self.is_cut:
             data = data[:QUICK_BYTES]
@@ -75,12 +78,7 @@ class Quick:
         self._unpacker.feed(data)
         self._length_bytes = len(data)
         self.taken_bytes = 0
-        self.has_run_out = False
-
-    @property
-    def is_spent(self) -> bool:
-        """All bytes were messages that were returned."""
-        return self.taken_bytes == self._length_bytes
+        self.is_spent = self.has_run_out = False
 
     def text_events(self, in_flight: Set[int]) -> list[StreamReceived]:
         """The stream events of text that come next, for these requests: read in one go, since there may be many.
@@ -89,8 +87,7 @@ class Quick:
         """
         events: list[StreamReceived] = []
         unpack, tell, keep = self._unpack, self._tell, events.append
-        length_bytes, before_bytes = self._length_bytes, self._before_bytes
-        while not self._left and not self.has_run_out and self.taken_bytes < length_bytes:
+        while not (self._left or self.has_run_out or self.is_spent):
             try:
                 message = unpack()
             except (ValueError, msgpack.UnpackException, RecursionError):  # not all there, or unusual
@@ -112,29 +109,34 @@ class Quick:
                 and type(event.get("text")) is str
             ):
                 keep(StreamReceived(request_id, event))
-                self.taken_bytes = tell() - before_bytes
+                self.taken_bytes = tell() - self._before_bytes
+                self.is_spent = self.taken_bytes == self._length_bytes
             else:
                 self._left.append(message)
         return events
 
     def next_message(self) -> list[Any] | None:
         """The next message if it is whole and usual; None: read on with the scanner, behind `taken_bytes`."""
-        if self.has_run_out or self.taken_bytes == self._length_bytes:
+        if self.has_run_out or self.is_spent:
             return None
         try:
             message = self._left.pop() if self._left else self._unpack()
         except (ValueError, msgpack.UnpackException, RecursionError):
             self.has_run_out = True
             return None
-        if type(message) is not list or not (_is_event(message) or (3 <= len(message) <= 4 and _is_usual(message))):
+        if type(message) is not list:
+            return None
+        length = len(message)
+        if not ((length == 3 and _is_event(message)) or (3 <= length <= 4 and _is_usual(message))):
             return None
         self.taken_bytes = self._tell() - self._before_bytes
+        self.is_spent = self.taken_bytes == self._length_bytes
         return message
 
 
 def _is_event(message: list[Any]) -> bool:
-    """Whether it is a stream event without anything nested in it."""
-    if len(message) != 3 or message[0] != 2 or type(params := message[2]) is not list or len(params) != 2:
+    """Whether a message of three is a stream event without anything nested in it."""
+    if message[0] != 2 or type(params := message[2]) is not list or len(params) != 2:
         return False
     event = params[1]
     if type(event) is not dict or len(event) > _MAX_DEPTH or type(params[0]) is not int:

@@ -31,8 +31,6 @@ def check_sendable(message: list[object], limits: WireLimits) -> None:
     Raises:
         EncodeError: the peer takes none that is nested so deep, has so many values, or keys that are no text.
     """
-    if _is_flat(message, limits):
-        return
     level: list[Any] = [message]
     values = 1
     for _ in range(limits.max_send_depth):
@@ -60,8 +58,11 @@ def check_sendable(message: list[object], limits: WireLimits) -> None:
     )
 
 
-def _is_flat(message: list[object], limits: WireLimits) -> bool:
-    """Whether it is a few plain values and a map of such at its end, in a list perhaps: nearly all messages are."""
+def is_flat(message: list[object], limits: WireLimits) -> bool:
+    """Whether it is a few plain values and a map of such at its end, in a list perhaps: nearly all messages are.
+
+    Those can be sent; `check_sendable` looks at the others.
+    """
     body = message[-1]
     if type(body) is list and len(body) == 1:
         body = body[0]
@@ -78,10 +79,15 @@ def is_flat_map(body: dict[Any, Any]) -> bool:
         return False
     if _SCALARS.issuperset(map(type, body.values())):
         return True
-    lists = [value for value in body.values() if type(value) not in _SCALARS]
-    return len(lists) <= _SHORT and all(
-        type(each) is list and len(each) <= _SHORT and _SCALARS.issuperset(map(type, each)) for each in lists
-    )
+    lists = 0
+    for value in body.values():
+        if type(value) is list:
+            lists += 1
+            if len(value) > _SHORT or not _SCALARS.issuperset(map(type, value)):
+                return False
+        elif type(value) not in _SCALARS:
+            return False
+    return lists <= _SHORT
 
 
-__all__ = ["FLAT_DEPTH", "FLAT_VALUES", "check_sendable", "is_flat_map"]
+__all__ = ["FLAT_DEPTH", "FLAT_VALUES", "check_sendable", "is_flat", "is_flat_map"]
