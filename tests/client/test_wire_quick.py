@@ -7,7 +7,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvd_client.wire import Connection, EncodeError, Event, ProtocolError, StreamReceived, WireLimits, sendable
+from kvd_client.wire import (
+    Connection,
+    EncodeError,
+    Event,
+    ProtocolError,
+    ResponseReceived,
+    StreamReceived,
+    WireLimits,
+    sendable,
+)
 from kvd_client.wire.framing import Framer
 from kvd_client.wire.quick import QUICK_BYTES, Quick, is_within
 from tests.client.test_wire import maps, values
@@ -226,6 +235,21 @@ def test_what_is_unusual_is_left_to_the_scanner(message: bytes) -> None:
     assert quick.next_message() is not None
     assert quick.next_message() is None
     assert quick.taken_bytes == len(usual)
+
+
+def test_texts_behind_an_answer_are_read_in_one_go() -> None:
+    """A gateway has many calls on its connection: one's answer does not send the others' texts the slow way."""
+    wire = Connection()
+    for _ in range(2):
+        wire.send_request("generate", {})
+    answer = msgpack.packb([1, 1, None, {}])
+    texts = [msgpack.packb([2, "stream", [2, {"type": "text", "text": str(number)}]]) for number in range(3)]
+    wire.feed(answer + b"".join(texts))
+    assert wire.text_events() == [], "the answer comes first"
+    assert isinstance(wire.next_event(), ResponseReceived)
+    assert [said.event["text"] for said in wire.text_events()] == ["0", "1", "2"]
+    assert wire.next_event() is None
+    assert wire.buffered_bytes == 0
 
 
 def test_a_message_that_is_long_or_bounded_more_tightly_takes_the_other_way() -> None:

@@ -127,8 +127,9 @@ class Connection:
     def text_events(self) -> list[StreamReceived]:
         """The text events that come next, for whoever has many to read; then go on with `next_event`."""
         events: list[StreamReceived] = []
-        if self._direct is not None and self._direct[:2] == _RESPONSE_LEAD:  # looking would cost more than the answer
-            return events
+        direct, quick = self._direct, self._quick
+        if direct is not None and quick is not None and not quick.taken_bytes and direct[:2] == _RESPONSE_LEAD:
+            return events  # looking would cost more than the answer
         while self._broken is None:
             quick = self._quick = self._quick or self._new_quick()
             if quick is None:
