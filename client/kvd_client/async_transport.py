@@ -35,25 +35,28 @@ class _Inbox:
         """Add the next message."""
         self.messages.append(message)
         if self._waiter is not None:
-            self._settle(True)
+            self.wake()
 
     def wake(self) -> None:
         """Let whoever waits look again."""
-        self._settle(True)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            _settle(waiter, True)
 
     def wait(self, timeout_s: float | None) -> asyncio.Future[bool]:
         """What `wake` sets to true, or the time to false; to be awaited at once, by one task at a time."""
         loop = asyncio.get_running_loop()
         waiter = self._waiter = loop.create_future()
         if timeout_s is not None:
-            timer = loop.call_later(timeout_s, self._settle, False)
+            timer = loop.call_later(timeout_s, _settle, waiter, False)  # this one: it may outlive a cancelled wait
             waiter.add_done_callback(lambda _: timer.cancel())  # before whoever waits goes on
         return waiter
 
-    def _settle(self, is_there: bool) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(is_there)
+
+def _settle(waiter: asyncio.Future[bool], is_there: bool) -> None:
+    """Let a waiter go on, unless something else did or it was cancelled."""
+    if not waiter.done():
+        waiter.set_result(is_there)
 
 
 class AsyncTransport(asyncio.BufferedProtocol):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvd_client import AsyncClient, CallTimeout, Cancelled, DaemonUnreachable
+from kvd_client.async_transport import _Inbox
 from kvd_client.errors import AgentNotFound, InvalidText, ProtocolViolation
 from kvd_client.stream import FirstToken, Queued, Text
 from tests.client.impostor import Impostor
@@ -87,6 +88,26 @@ async def test_cancelling_the_task_cancels_the_call(path: Path) -> None:
             await task
         await until(lambda: service.cancelled == ["hangs"])
         assert (await client.generate("a", "hi")).agent == "a"
+
+
+@on_loop
+async def test_the_time_of_a_wait_that_was_cancelled_ends_no_other() -> None:
+    """A wait may be given up in the very turn of the loop in which its time is over; the next one goes on."""
+    loop, inbox = asyncio.get_running_loop(), _Inbox()
+    waits: list[asyncio.Future[bool]] = []
+
+    def give_up() -> None:
+        waits[0].cancel()
+        waits.append(inbox.wait(None))
+
+    loop.call_later(0.0, give_up)
+    waits.append(inbox.wait(0.0))
+    with pytest.raises(asyncio.CancelledError):
+        await waits[0]
+    assert not waits[1].done()
+    inbox.wake()
+    assert await waits[1] is True
+    assert await inbox.wait(0.0) is False
 
 
 @on_loop
