@@ -130,20 +130,23 @@ class RequestLines:
         self._write = write
         self._lines: queue.SimpleQueue[tuple[RequestLine, float] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._closing = threading.RLock()  # a signal may close while the same thread does
         self._thread = threading.Thread(target=self._run, name="kvd-request-lines", daemon=True)
         self._thread.start()
 
     def put(self, line: RequestLine) -> None:
         """Have a line written soon; after `close`, write it now."""
-        if self._thread.is_alive():
-            self._lines.put((line, time.time()))
-        else:
-            self._write(line, time.time())
+        with self._closing:  # no line may come behind the one that ends the thread
+            if not self._closed.is_set():
+                self._lines.put((line, time.time()))
+                return
+        self._write_one(line, time.time())
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is left, and end; harmless when called twice."""
-        self._lines.put(None)
-        self._closed.set()
+        with self._closing:
+            self._closed.set()
+            self._lines.put(None)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

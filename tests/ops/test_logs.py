@@ -63,6 +63,24 @@ def test_lines_are_written_in_order_by_a_thread_of_their_own_and_all_of_them_at_
     assert written[-1][0] == "late", "an engine that ends after its log"
 
 
+def test_a_line_that_comes_while_the_last_ones_are_being_written_is_not_lost() -> None:
+    """P38: a close that gives up waiting leaves the thread at work; what comes then is written by whoever has it."""
+    go_on, written = threading.Event(), list[str]()
+
+    def write(line: RequestLine, at_s: float) -> None:
+        if line.method == "slow":
+            assert go_on.wait(60.0)
+        written.append(line.method)
+
+    lines = RequestLines(write)
+    lines.put(replace(LINE, method="slow"))
+    lines.close(timeout_s=0.0)
+    lines.put(replace(LINE, method="late"))
+    go_on.set()
+    lines.close()
+    assert sorted(written) == ["late", "slow"]
+
+
 def test_a_request_leaves_one_line_with_its_figures() -> None:
     """P38: exactly one line at the default level, whatever the request logs inside; empty fields are absent."""
     out = io.StringIO()
