@@ -237,11 +237,13 @@ class Gateway:
             yield
         finally:
             reaper.cancel()
-            await asyncio.gather(reaper, return_exceptions=True)
-            await self.settled()
-            await self.watch.close()
-            await self.client.close()
-            self.app.close()
+            try:
+                await asyncio.gather(reaper, return_exceptions=True)
+                await self.settled()
+                await self.watch.close()
+                await self.client.close()
+            finally:  # what was answered is told, whatever failed
+                self.app.close()
 
     async def _reap_for_ever(self) -> None:
         adopted: frozenset[str] = frozenset()

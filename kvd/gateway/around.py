@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from starlette.exceptions import HTTPException
@@ -28,8 +29,10 @@ UNGUARDED = ("/", "/health")
 """Paths that need no API key: they tell nothing but whether requests are served, and the page's empty frame."""
 UNGUARDED_FOLDER = "/static/"
 TELL_EVERY_S = 0.25
-"""How long the line of a request that is over waits for others: the first of them costs a client's next request, which
-may come at once, more than reading that does."""
+"""How long the line of a request that is over waits for others. Written at once it would hold up the client's next
+request, which may follow on the answer, by more than reading that request costs."""
+MOST_UNTOLD = 64
+"""Lines that are written together: under a flood of requests more would hold up everybody's streams noticeably."""
 STATUS_GONE = 499
 """In log and metrics: the client left before anything was sent (nginx's number)."""
 
@@ -155,8 +158,9 @@ class Around:
 
     def _done(self, record: Record) -> None:
         record.over()
+        self._metrics.over()
         self._ended.append((record, time.time()))
-        if self._is_closed:
+        if self._is_closed or len(self._ended) >= MOST_UNTOLD:
             self.tell()
         elif self._telling is None:
             self._telling = asyncio.get_running_loop().call_later(TELL_EVERY_S, self.tell)
@@ -168,11 +172,18 @@ class Around:
             self._telling = None
         ended, self._ended = self._ended, []
         for record, at_s in ended:
-            self._metrics.end(record)
-            if record.path.startswith(UNGUARDED_FOLDER) and record.outcome == "ok":
-                continue  # the page's ten files are one look at it, which the line of its stream tells
-            told = self._log.info if record.outcome in ("ok", "disconnected") else self._log.warning
-            told("request", at_s=at_s, **record.line())
+            try:
+                self._tell_one(record, at_s)
+            except Exception:  # costs no line of the others, and no scrape its answer
+                with suppress(Exception):
+                    self._log.exception("bug", request_id=record.request_id, path=record.path)
+
+    def _tell_one(self, record: Record, at_s: float) -> None:
+        self._metrics.end(record)
+        if record.path.startswith(UNGUARDED_FOLDER) and record.outcome == "ok":
+            return  # the page's ten files are one look at it, which the line of its stream tells
+        told = self._log.info if record.outcome in ("ok", "disconnected") else self._log.warning
+        told("request", at_s=at_s, **record.line())
 
     def close(self) -> None:
         """Tell what is left; whatever ends from now on is told at once."""

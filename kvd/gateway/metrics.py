@@ -87,9 +87,12 @@ class Metrics:
         """A request came."""
         self._running += 1
 
-    def end(self, record: Record) -> None:
-        """It was answered."""
+    def over(self) -> None:
+        """It is no longer being answered; `end` counts it, later perhaps."""
         self._running -= 1
+
+    def end(self, record: Record) -> None:
+        """Count a request that is over."""
         self._requests.labels(record.endpoint, str(record.status), record.outcome).inc()
         self._seconds.labels(record.endpoint).observe(record.total_s)
         if record.identity:

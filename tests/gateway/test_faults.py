@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from kvd.errors import Busy, ContextFull, Draining, InternalError, InvalidParams
+from kvd.gateway import GatewaySettings
+from kvd.gateway.app import Gateway
 from kvd.gateway.errors import KINDS, from_daemon
 from kvd.gateway.sse import event
 from kvd_client.errors import ERROR_CLASSES, DaemonUnreachable, local_error
 from kvd_client.wire.codes import CODES
 from tests.gateway.daemons import ScriptedDaemon, text
-from tests.gateway.serving import Served, gateway
+from tests.gateway.serving import LineLog, Served, gateway
 from tests.support.daemon import eventually, short_folder
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -340,6 +342,62 @@ def test_the_log_has_one_line_a_request(served: Served, scripted: ScriptedDaemon
     assert (line["agent"], line["identity"], line["status"], line["outcome"]) == ("me", "agent", 200, "ok")
     assert (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"]) == (10, 7, 4)
     assert "secret" not in repr(later)
+
+
+class Torn(LineLog):
+    """A log that cannot write the line of a path."""
+
+    def warning(self, event: str, **facts: object) -> None:
+        """Fail for one."""
+        if facts.get("path") == "/bad":
+            raise OSError("no room")
+        super().warning(event, **facts)
+
+
+def test_a_line_that_cannot_be_written_costs_no_other_and_none_is_lost_by_a_stop_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P38: lines are told together, each by itself; a flood is told before its time is over."""
+    monkeypatch.setattr("kvd.gateway.around.TELL_EVERY_S", 3600.0)
+    monkeypatch.setattr("kvd.gateway.around.MOST_UNTOLD", 4)
+    log = Torn()
+    seen: list[list[object]] = []
+
+    def paths() -> list[object]:
+        return [line["path"] for line in log.requests()]
+
+    async def run() -> None:
+        with short_folder() as folder:
+            running = Gateway(GatewaySettings(socket=folder / "none"), log)
+
+            async def receive() -> dict[str, str]:
+                return {"type": "http.disconnect"}
+
+            async def send(message: object) -> None:
+                pass
+
+            async def ask(*names: str) -> None:
+                for name in names:
+                    scope = {"type": "http", "method": "GET", "path": name, "headers": [(b"host", b"localhost")]}
+                    await running.app(scope, receive, send)
+                seen.append(paths())
+
+            async def broken() -> None:
+                raise OSError("cannot settle")
+
+            monkeypatch.setattr(running, "settled", broken)
+            await ask("/1", "/bad", "/2")
+            await ask("/3")
+            with pytest.raises(OSError, match="cannot settle"):
+                async with running._lifespan(None):
+                    await ask("/4")
+            await ask("/5")
+            await running.watch.close()
+            await running.client.close()
+
+    asyncio.run(run())
+    assert seen == [[], ["/1", "/2", "/3"], ["/1", "/2", "/3"], ["/1", "/2", "/3", "/4", "/5"]]
+    assert [facts["path"] for kind, _, facts in log.lines if kind == "exception"] == ["/bad"]
 
 
 def test_what_is_over_is_told_together_at_a_scrape_and_at_the_end(
