@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import ItemsView
 
 import msgpack
 import pytest
@@ -254,6 +255,31 @@ def test_positional_parameters_are_refused_by_id(params: list[object]) -> None:
     assert isinstance(event, RequestRefused)
     assert event.error.name == "invalid_params"
     assert heard(pack([0, 1, "m", []])) == [RequestReceived(1, "m", {})]
+
+
+@pytest.mark.parametrize("last", [1, object(), 1 << 70, "\ud800"])
+def test_a_message_that_is_made_while_another_is_packed_leaves_both_whole(last: object) -> None:
+    """The garbage collector may close a forgotten stream at any time; what that sends is a message of its own."""
+    wire, peer = Connection(), Connection()
+    request_id, data = wire.send_request("generate", {})
+    peer.feed(data)
+    assert isinstance(peer.next_event(), RequestReceived)
+    sent: list[bytes] = []
+
+    class Interrupted(dict[str, object]):
+        def items(self) -> ItemsView[str, object]:
+            sent.append(wire.send_cancel(request_id))
+            return super().items()
+
+    params = {"before": "x" * 100, "map": Interrupted(a=1, b=[2]), "last": last}
+    try:
+        sent.append(wire.send_request("other", params)[1])
+    except EncodeError:
+        assert last != 1
+    sent.append(wire.send_request("next", {})[1])
+    peer.feed(b"".join(sent))
+    kinds = [type(event) for event in drain(peer)]
+    assert kinds == [CancelReceived, *[RequestReceived] * (2 if last == 1 else 1)]
 
 
 def test_what_cannot_be_sent_changes_nothing() -> None:

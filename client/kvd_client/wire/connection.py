@@ -51,7 +51,7 @@ class Connection:
         self._outgoing: set[int] = set()
         self._last_id = 0
         self._broken: ProtocolError | None = None
-        self._packer = _new_packer()
+        self._packer: msgpack.Packer | None = None  # none while it packs, which is not re-entrant; see `_encode`
 
     @property
     def buffered_bytes(self) -> int:
@@ -266,13 +266,15 @@ class Connection:
             raise _not_in_flight(request_id)
         text = event.get("text")
         if type(text) is str and len(text) < _SMALL_BYTES // 8 and len(event) == 2:
+            packer, self._packer = self._packer or _new_packer(), None
             try:  # nearly all events
-                data: bytes = self._packer.pack(
+                data: bytes = packer.pack(
                     [_NOTIFICATION, "stream", [request_id, event if type(event) is dict else dict(event)]]
                 )
-            except (TypeError, ValueError, OverflowError):  # the usual way says what is wrong with it
-                self._packer = _new_packer()
+            except (TypeError, ValueError, OverflowError):
+                pass  # the usual way says what is wrong with it
             else:
+                self._packer = packer
                 return data
         return self._encode([_NOTIFICATION, "stream", [request_id, dict(event)]])
 
@@ -289,18 +291,19 @@ class Connection:
         return self._encode([_NOTIFICATION, method, params])
 
     def _encode(self, message: list[object]) -> bytes:
+        # Packing makes objects where it meets maps of other classes, or fails: the garbage collector may then close a
+        # forgotten stream, whose cancellation is sent from inside and must not be written into this message.
+        packer, self._packer = self._packer or _new_packer(), None
         try:
-            data: bytes = self._packer.pack(message)
+            data: bytes = packer.pack(message)
         except UnicodeEncodeError as error:
-            self._packer = _new_packer()
             raise TextNotEncodable(
                 f"a string has a lone surrogate (U+{ord(error.object[error.start]):04X}), which UTF-8 cannot carry"
             ) from error
         except (TypeError, ValueError, OverflowError) as error:
-            self._packer = _new_packer()
             raise EncodeError(f"a message cannot be encoded: {error}") from error
-        if len(data) > _SMALL_BYTES:
-            self._packer = _new_packer()  # it keeps the largest buffer that it ever had
+        if len(data) <= _SMALL_BYTES:  # it keeps the largest buffer that it ever had
+            self._packer = packer
         if not is_flat(message, self._limits):
             check_sendable(message, self._limits)
         if len(data) > self._limits.max_send_bytes:
