@@ -35,6 +35,8 @@ MOST_UNTOLD = 64
 """Lines that are written together: under a flood of requests more would hold up everybody's streams noticeably."""
 STATUS_GONE = 499
 """In log and metrics: the client left before anything was sent (nginx's number)."""
+STATUS_STOPPED = 503
+"""In log and metrics: the gateway stopped before anything was sent."""
 
 
 class Log(Protocol):
@@ -112,6 +114,9 @@ class Around:
             await self._served(scope, body.receive, sending, headers, record)
         except (ClientGone, ClientDisconnect):
             record.outcome, record.status = "disconnected", record.status or STATUS_GONE
+        except asyncio.CancelledError:  # the gateway stops
+            record.outcome, record.status = "cancelled", record.status or STATUS_STOPPED
+            raise
         except Exception as error:
             fault = _fault_of(error, record.method, path)
             if fault is None:

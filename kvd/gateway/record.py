@@ -29,7 +29,7 @@ class Record:
         agent: whose turn it was.
         stream: it wanted events.
         rules: canonicalisation rules that changed something.
-        outcome: `ok`, `disconnected`, or the kind of the error.
+        outcome: `ok`, `disconnected`, `cancelled` by a stop of the gateway, or the kind of the error.
         status: of HTTP; 499 where the client left before it was sent.
         ttft_s: from arrival to the first sampled token.
         total_s: from arrival to the end of the response, once it is over.

@@ -94,6 +94,22 @@ def test_a_client_that_leaves_while_the_model_is_asked_for_is_not_kept(
             eventually(lambda number=number: len(left(served)) == number, f"the request to {path} is logged")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_stop_cuts_off_did_not_go_well(
+    scripted: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """P38: its line says so: it is neither `ok` nor a client that left."""
+    monkeypatch.setattr("kvd.gateway.serve.STOP_GRACE_S", 0.01)
+    with gateway(scripted.path) as served:  # type: ignore[attr-defined]
+        connection = begun(served, NAMES[0], {**PATHS[0][1], "stream": stream})
+        if stream:
+            assert connection.getresponse().status == 200
+        assert scripted.has_begun.wait(20)
+    connection.close()
+    (line,) = served.log.requests()
+    assert (line["outcome"], line["status"]) == ("cancelled", 200 if stream else 503)
+
+
 def left(served: Served) -> list[dict[str, object]]:
     """Lines of clients that left."""
     return [line for line in served.log.requests() if line["outcome"] == "disconnected"]
