@@ -223,6 +223,7 @@ class Session(asyncio.BufferedProtocol):
         self._outbox.clear()
         self._hold(-self._unfinished_bytes)
         self._unfinished_bytes = 0
+        self._wire.drop_unfinished()
         self._cancel_all()
         self._host.left(self)
 

@@ -77,6 +77,26 @@ async def test_unfinished_messages_are_bounded_together(path: Path) -> None:
 
 
 @on_loop
+async def test_what_a_connection_held_goes_with_it(path: Path) -> None:
+    """P23: not only out of the books.
+
+    Half messages of connections that are gone, however they went, are not left to a full collection of garbage, which
+    may be hours away: so much may come again at once.
+    """
+    half = msgpack.packb(hanging(1, 30_000))[:29_000]
+    async with running(path, limits=LIMITS) as (server, _, _):
+        wires = []
+        for end in (b"", b"\xc1" * 2_000):
+            async with RawPeer(path) as peer:
+                peer.send_bytes(half)
+                await until(lambda: server.held_bytes == len(half))
+                wires += [session._wire for session in server._sessions]
+                peer.send_bytes(end)
+            await until(lambda: server.statistics().connections == 0)
+        assert [wire.buffered_bytes for wire in wires] == [0, 0]
+
+
+@on_loop
 async def test_a_call_that_waits_for_its_reader_piles_up_nothing(path: Path) -> None:
     """P34: a peer that stops reading is no `slow_reader` to such a call; when it reads again, it gets the rest."""
     async with running(path) as (server, service, _), RawPeer(path) as peer:

@@ -90,6 +90,11 @@ class Connection:
         if self._broken is None and self.buffered_bytes:
             self._fail(ProtocolError(f"the connection ended inside a message, after {self.buffered_bytes} bytes of it"))
 
+    def drop_unfinished(self) -> None:
+        """Let go of what has arrived and was not asked for: the connection is over."""
+        self._framer = Framer(self._limits)
+        self._quick = self._spent = self._direct = None
+
     def next_event(self) -> Event | None:
         """The next fact, or None when more bytes are needed.
 
@@ -159,7 +164,8 @@ class Connection:
         self._spent = quick if quick.is_spent else None
 
     def _fail(self, error: ProtocolError) -> None:
-        self._broken = error
+        self._broken = error  # whose traceback refers to us: what is not dropped stays until a full collection
+        self.drop_unfinished()
         raise error
 
     def _interpret(self, message: list[object], is_text: bool) -> Event | None:
