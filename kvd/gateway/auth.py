@@ -147,6 +147,10 @@ class KeyKeeper:
         before = _stamp(path)
         if before == self._seen:
             return
+        if path.exists() and not path.is_file():  # opening a pipe would wait for whoever writes to it
+            self._seen = before
+            self._log.error("api_keys_kept", file=str(path), reason=f"{path} is no file", keys=len(self._ring.digests))
+            return
         # seen is what was there before the reading: what is written meanwhile is read the next time
         self._seen = before
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from hashlib import sha256
 from pathlib import Path
 
@@ -152,6 +153,19 @@ def test_keys_are_looked_at_once_a_second(tmp_path: Path) -> None:
     assert keeper.ring.namespace_of(KEY) is None
     assert [event for _, event, _ in log.lines] == ["api_keys_changed"]
     assert KeyKeeper(KeyRing(), None, log, lambda: now[0]).ring == KeyRing()
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_the_key_file_is_not_waited_for(tmp_path: Path) -> None:
+    """Opening one waits for whoever writes to it: no request would be served meanwhile. The keys stay as they were."""
+    path, log, now = key_file(tmp_path, f"{KEY}\n"), LineLog(), [0.0]
+    keeper = KeyKeeper(read_key_file(path), path, log, lambda: now[0])
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert keeper.ring.namespace_of(KEY)
+    now[0] = LOOK_S
+    assert keeper.ring.namespace_of(KEY)
+    assert [event for _, event, _ in log.lines] == ["api_keys_kept"]
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
