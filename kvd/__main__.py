@@ -5,6 +5,7 @@ May import kvd.launcher and kvd.cli, and the latter only after the launcher has 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,8 +23,24 @@ def needs_mlx(arguments: Sequence[str]) -> bool:
     return any(argument in NEEDS_MLX for argument in arguments)
 
 
+def open_standard_streams() -> None:
+    """Open standard input, output and error where whoever started us closed them.
+
+    Else the first files that are opened get their numbers: what a library writes to standard error would be written
+    into one of those, and Python has no `sys.stderr` at all.
+    """
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.set_inheritable(fd, True)
+            setattr(sys, name, open(fd, mode, closefd=False, encoding="utf-8"))  # noqa: SIM115  (for the process's life)
+
+
 def main() -> None:
     """Run `kvd`. Ctrl-C is one line and exit code 130, also while modules are being imported."""
+    open_standard_streams()
     try:
         if needs_mlx(sys.argv[1:]):
             outcome = launcher.prepare()

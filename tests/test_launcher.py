@@ -246,3 +246,16 @@ def test_cores_without_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     assert available_cores(tmp_path) == 10
+
+
+def test_closed_standard_streams_are_opened_before_anything_else(tmp_path: Path) -> None:
+    """A program started with `2>&-` has no `sys.stderr`, and the next file that it opens would be standard error."""
+    found = tmp_path / "found"
+    script = (
+        "import os, sys; from kvd.__main__ import open_standard_streams; open_standard_streams(); "
+        "fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); print('lost', file=sys.stderr); print('lost'); "
+        "os.write(fd, f'{fd > 2} {[s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr)]}'.encode())"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" "$2" 0<&- 1>&- 2>&-', sys.executable, script, str(found)]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+    assert found.read_text() == "True [False, False, False]"

@@ -1,12 +1,13 @@
 """Running kvd as a service: logs, sizes, the machine's limits, life under a service manager.
 
-`logs` sets up structlog and knows the one line of a request, `levels` names its levels; `sizes` parses and formats
-sizes; `footprint` measures a process's memory, `open_things` counts its descriptors and threads; `device` asks the
-machine for memory and disk and clamps budget and quota; `lifecycle` speaks to systemd and launchd and turns signals
-into a drain; `loops` chooses the event loop; `stall` notices an engine that hangs; `file_watch` says when a file was
-changed; `lasting_clock` goes on while the machine sleeps; `children` keeps a child process running; `service` installs
-kvd with either manager, `service_files` are the files for it; `errors` holds the faults. May import structlog, watchdog
-(`file_watch`), uvloop (`loops`) and kvd.errors; no mlx, no numpy, nothing else of kvd.
+`logs` sets up structlog and knows the one line of a request, `log_stream` keeps a log nobody reads from holding us up,
+`levels` names the levels; `sizes` parses and formats sizes; `footprint` measures a process's memory, `open_things`
+counts its descriptors and threads; `device` asks the machine for memory and disk and clamps budget and quota;
+`lifecycle` speaks to systemd and launchd and turns signals into a drain; `loops` chooses the event loop; `stall`
+notices an engine that hangs; `file_watch` says when a file was changed; `lasting_clock` goes on while the machine
+sleeps; `children` keeps a child process running; `service` installs kvd with either manager, `service_files` are the
+files for it; `errors` holds the faults. May import structlog, watchdog (`file_watch`), uvloop (`loops`) and kvd.errors;
+no mlx, no numpy, nothing else of kvd.
 """
 
 from __future__ import annotations

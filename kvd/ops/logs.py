@@ -2,7 +2,9 @@
 
 Lines are JSON objects in files and pipes, `key=value` on a terminal. A request leaves exactly one line at the default
 level (`request_line`); whatever happens inside it is `debug`. Prompts and replies are never logged. Log files are
-0600, are rotated by size, and few are kept. Imports structlog and kvd.ops.sizes only.
+0600, are rotated by size, and few are kept. No log makes anybody wait or fill another one: what standard error does not
+take waits elsewhere (`kvd.ops.log_stream`), and a log that cannot be written says so once. Imports structlog and
+siblings only.
 
 A request's line costs one to two milliseconds of Python, a tenth of that where it follows another: `RequestLines`
 writes them together on a thread of its own, some time after the answers, so that neither who asked nor the next step of
@@ -31,6 +33,7 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from kvd.ops.levels import LEVELS
+from kvd.ops.log_stream import UnblockedStream, descriptor_of
 
 __all__ = [
     "LEVELS",
@@ -46,6 +49,9 @@ __all__ = [
 LINES_EVERY_S = 0.25
 """How long a request's line waits for others. All threads share one interpreter: lines that are written soon after an
 answer hold up the first token of the client's next request, which comes as soon."""
+
+_standard_error: TextIO | UnblockedStream | None = None
+"""Where lines for standard error go while logging is set up. Owner: `setup_logging` and what undoes it."""
 
 _CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3", "watchdog")
 """Libraries whose `info` is noise to us: they are held at `warning`."""
@@ -220,23 +226,35 @@ def setup_logging(
     if level not in LEVELS:
         raise ValueError(f"log level {level!r} is unknown: give one of {', '.join(LEVELS)}")
     out = sys.stderr if stream is None else stream
-    handler: logging.Handler
+    handler: _PrivateRotatingFile | _StreamLog
     if file is not None:
         handler = _PrivateRotatingFile(file, max_bytes=max_file_bytes, kept_files=kept_files)
         as_json = True if json is None else json
     else:
-        handler = logging.StreamHandler(out)
+        handler = _StreamLog(_unblocked(out))
         as_json = not out.isatty() if json is None else json
     handler.setFormatter(_formatter(as_json=as_json))
-    return LogSetup(_install(handler, level))
+    said = handler.stream if isinstance(handler, _StreamLog) and out is sys.stderr else _unblocked(sys.stderr)
+    return LogSetup(_install(handler, level, said))
 
 
-def _install(handler: logging.Handler, level: str) -> Callable[[], None]:
-    """Make `handler` the only one; return what undoes it."""
+def _unblocked(stream: TextIO) -> TextIO | UnblockedStream:
+    fd = descriptor_of(stream)
+    return stream if fd is None else UnblockedStream(fd, _tell_lost)
+
+
+def _tell_lost(lines: int) -> None:
+    get_logger("kvd.log").warning("log_lines_lost", lines=lines)
+
+
+def _install(handler: logging.Handler, level: str, said: TextIO | UnblockedStream) -> Callable[[], None]:
+    """Make `handler` the only one, and `said` the way to standard error; return what undoes it."""
+    global _standard_error
     root = logging.getLogger()
     former_handlers, former_level = root.handlers[:], root.level
     former_levels = {name: logging.getLogger(name).level for name in _CHATTY}
     root.handlers[:] = [handler]
+    former_error, _standard_error = _standard_error, said
     set_level(level)
     logging.captureWarnings(True)
     structlog.configure(
@@ -251,12 +269,16 @@ def _install(handler: logging.Handler, level: str) -> Callable[[], None]:
     )
 
     def restore() -> None:
+        global _standard_error
         logging.captureWarnings(False)
         root.handlers[:] = former_handlers
+        _standard_error = former_error
         root.setLevel(former_level)
         for name, value in former_levels.items():
             logging.getLogger(name).setLevel(value)
         handler.close()
+        if isinstance(said, UnblockedStream):
+            said.close()
         structlog.reset_defaults()
 
     return restore
@@ -267,9 +289,15 @@ def hand_on_record(line: str) -> None:
     if sys.stderr.isatty():
         with suppress(ValueError):  # a name that `key=value` cannot have
             line = _logfmt()(None, "", loads(line))
+    _say(line)
+
+
+def _say(line: str) -> None:
+    """Put a line on standard error, past the log."""
+    out = sys.stderr if _standard_error is None else _standard_error
     with suppress(OSError, ValueError):  # nobody reads it any more
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        out.write(line + "\n")
+        out.flush()
 
 
 def set_level(level: str) -> None:
@@ -329,7 +357,38 @@ def _no_surrogates(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
     return event
 
 
-class _PrivateRotatingFile(RotatingFileHandler):
+class _SaysOnce(logging.Handler):
+    """Says that lines cannot be written when that begins, and how many were lost once it is over.
+
+    logging's own way is a traceback on standard error for each line: a full disk would fill the system's log, too.
+    """
+
+    _lost_lines = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        before = self._lost_lines
+        super().emit(record)
+        if before and before == self._lost_lines:
+            self._lost_lines = 0
+            _tell_lost(before)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        """Of the system's refusals the first of many is said; anything else is a bug."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._lost_lines += 1
+        if self._lost_lines == 1:
+            _say(f"kvd: the log cannot be written: {error}")
+
+
+class _StreamLog(_SaysOnce, logging.StreamHandler["TextIO | UnblockedStream"]):
+    """Lines on a stream."""
+
+
+class _PrivateRotatingFile(_SaysOnce, RotatingFileHandler):
     """A rotated file that nobody else can read, whatever the umask."""
 
     def __init__(self, path: Path, *, max_bytes: int, kept_files: int) -> None:

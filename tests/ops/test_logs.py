@@ -9,6 +9,7 @@ import os
 import stat
 import threading
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,6 +213,54 @@ def test_files_are_private_and_rotated(tmp_path: Path) -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert file.stat().st_size <= 2_000
     assert records(path.read_text())[-1]["number"] == 99
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
+    """The event loop logs, too: it goes on, lines beyond the bound are counted, and those that come out are whole."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"\n" * 4096)
+    os.set_blocking(writing, True)
+    with os.fdopen(reading, "rb") as source, os.fdopen(writing, "w") as stream:
+        with setup_logging(stream=stream):
+            logger = get_logger("kvd")
+            for number in range(200):
+                logger.info("long", number=number, text="x" * 10_000)
+            found = list[bytes]()
+            while b"log_lines_lost" not in (line := source.readline()):
+                found += [line] if line.strip() else []
+        stream.close()
+        found += [line, *source.readlines()]
+    *kept, lost = [json.loads(line) for line in found]
+    assert [record["number"] for record in kept] == list(range(len(kept)))
+    assert (lost["event"], lost["lines"]) == ("log_lines_lost", 200 - len(kept))
+    assert 50 < len(kept) < 150, "a megabyte waits"
+
+
+def test_a_log_that_cannot_be_written_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """P38: not with a traceback a line, which would fill the next disk; how many were lost is told when it is over."""
+
+    class Full(io.StringIO):
+        is_full = True
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    out = Full()
+    with setup_logging(stream=out, json=True):
+        for _ in range(3):
+            request_line(get_logger("kvd"), LINE)
+        out.is_full = False
+        request_line(get_logger("kvd"), LINE)
+    assert [(record["event"], record.get("lines")) for record in records(out.getvalue())] == [
+        ("request", None),
+        ("log_lines_lost", 3),
+    ]
+    assert capsys.readouterr().err == "kvd: the log cannot be written: [Errno 28] No space left on device\n"
 
 
 def test_close_restores_what_was_before() -> None:
