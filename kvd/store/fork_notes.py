@@ -252,6 +252,8 @@ def finish_forks(
         facts.append(f"{path.name}: notes of forks changed ({scan.damage.reason}); what is left of them is put aside")
         if not dry_run:
             write_file(fs, aside_path(fs, path.name, folder.quarantine_folder(fingerprint)), [data])
+    elif scan.damage is not None:  # one was being written, or nothing in the file can be read
+        facts.append(f"{path.name}: what follows {len(scan.frames)} notes of forks is none ({scan.damage.reason})")
     stuck: list[ForkNote] = []
     waiting: dict[tuple[str, str], tuple[ForkNote, AgentImage]] = {}
     for frame in scan.frames:

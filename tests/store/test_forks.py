@@ -290,6 +290,21 @@ def test_a_note_that_rotted_is_put_aside_and_said(disks: Path) -> None:
         assert not open_store(fs)[1].facts
 
 
+def test_notes_of_which_none_can_be_read_are_said(disks: Path) -> None:
+    """P8: nothing tells a file that somebody else wrote from a note that was being written; neither goes in silence."""
+    fs = LossyFileSystem(disks)
+    store = open_store(fs)[2]
+    fork(store, good(store, ModelAgent("ada"), 300), "cam")
+    store._catalog.close()
+    fs.reboot_clean()
+    fs.poke(FORKS, bytes(5000))
+    _, report, again = open_store(fs)
+    assert {name for _, name in report.agents} == {"ada"}
+    assert [fact for fact in report.facts if "forks.log" in fact]
+    again.close()
+    assert not open_store(fs)[1].facts
+
+
 def test_a_parent_that_was_changed_by_others_makes_no_child(fs: LossyFileSystem) -> None:
     """P3: an older copy of a log does not end as the note says: the fork is lost, and said to be."""
     store = open_store(fs)[2]
