@@ -126,12 +126,14 @@ class Daemon:
                 follow()
                 service.set_draining()
                 self._notifier.stopping("draining")
-                await self._drain()
+                ended = await self._drain()
             finally:
                 if gateway is not None:
                     await gateway.close()
                 service.end_subscriptions()
                 await server.close(grace_s=2.0)
+            self._lines.close()  # the last line of a log is not a request's
+            self._log.info("stopped", clean=ended, uptime_s=round(time.monotonic() - self._started_s, 1))
 
     def _follow_file(self) -> Callable[[], None]:
         """Act on changes of the configuration file, noticed or told by SIGHUP; returns what ends that.
@@ -216,7 +218,8 @@ class Daemon:
             command += ["--log-file", str(own)]
         return KeptChild("gateway", command, get_logger("kvd"), hand_on=hand_on_record)
 
-    async def _drain(self) -> None:
+    async def _drain(self) -> bool:
+        """Let requests end, and the engine; False if that did not."""
         assert self._loop is not None
         if self._failure is None:
             self._engine.drain()
@@ -224,9 +227,7 @@ class Daemon:
             if not await self._drained_within(grace_s):
                 self._engine.cancel_all(f"the daemon is stopping and its grace of {grace_s:g} s is over")
                 await self._drained_within(max(grace_s, CANCEL_GRACE_S))
-        ended = await self._loop.run_in_executor(None, self._engine.stop, 60.0)
-        self._lines.close()  # the last line of a log is not a request's
-        self._log.info("stopped", clean=ended, uptime_s=round(time.monotonic() - self._started_s, 1))
+        return await self._loop.run_in_executor(None, self._engine.stop, 60.0)
 
     async def _drained_within(self, seconds: float) -> bool:
         deadline_s = time.monotonic() + seconds

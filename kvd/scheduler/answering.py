@@ -128,6 +128,18 @@ class Answering:
             self.callback_failed(caught)
         self.reply(held, result, error)
 
+    def turn_away(self, request: TurnRequest | JobRequest, reply: Reply, error: KvdError) -> None:
+        """Answer a request that came when the engine had ended, with its log line; from any thread."""
+        assert self.core is not None
+        now_s = self.core.clock()
+        held = HeldRequest(request, reply, now_s)
+        try:
+            if not held.internal:
+                self._on_request_done(held.line(now_s, None, error))
+        except Exception as caught:
+            self.callback_failed(caught)
+        self.reply(held, None, error)
+
     def reply(self, held: HeldRequest, result: object, error: KvdError | None) -> None:
         """Call a request's callback."""
         try:

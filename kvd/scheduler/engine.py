@@ -143,6 +143,8 @@ class Engine:
         self._changes = 0
         self._next_request = 0
         self._id_lock = threading.Lock()
+        self._end_lock = threading.Lock()
+        self._ended: KvdError | None = None  # what whoever comes is told: nobody looks into the inbox any more
         self.ring = EventRing()
         self.drained = threading.Event()
         self.last_progress_s = time.monotonic()
@@ -161,8 +163,8 @@ class Engine:
             return RequestId(self._next_request)
 
     def submit(self, request: TurnRequest | JobRequest, reply: Reply) -> None:
-        """Queue a request. `reply` is called exactly once, on the engine thread."""
-        self._inbox.put(Submit(request, reply))
+        """Queue a request. `reply` is called exactly once, on the engine thread, or here once that has ended."""
+        self._hand_over(Submit(request, reply))
 
     def cancel(self, request: RequestId, reason: str = BY_CLIENT) -> None:
         """Cancel one request at its next step boundary; unknown ids are ignored (it may just have ended)."""
@@ -171,8 +173,17 @@ class Engine:
     def call(self, function: Callable[[EngineCore], object]) -> Future[object]:
         """Run a short function on the engine thread between two steps."""
         future: Future[object] = Future()
-        self._inbox.put(Call(function, future))
+        self._hand_over(Call(function, future))
         return future
+
+    def _hand_over(self, message: Submit | Call) -> None:
+        """Put what wants an answer where somebody gives one."""
+        with self._end_lock:
+            ended = self._ended
+            if ended is None:
+                self._inbox.put(message)
+        if ended is not None:
+            self._turn_away(message, ended)
 
     def configure(self, change: LimitChange) -> Future[object]:
         """Change limits between two steps; the answer is `Limits.facts`, or what the change was refused with."""
@@ -284,13 +295,15 @@ class Engine:
                 self._core.log("request_failed", error=f"{type(caught).__name__}: {caught}", exc_info=caught)
         for request_id in tuple(self._requests):
             self._answering.answer(request_id, None, error)
+        with self._end_lock:
+            self._ended = error
         for message in self._inbox.rest():
             self._turn_away(message, error)
 
     def _turn_away(self, message: Message, error: KvdError) -> None:
         match message:
             case Submit(request, reply):
-                self._answering.reply(HeldRequest(request, reply, 0.0), None, error)
+                self._answering.turn_away(request, reply, error)
             case Call(_, future):
                 if future.set_running_or_notify_cancel():
                     future.set_exception(error)

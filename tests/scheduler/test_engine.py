@@ -486,6 +486,15 @@ def test_a_stop_answers_everybody(runner: Runner) -> None:
         assert isinstance(answer.error, Draining)
 
 
+def test_whoever_comes_after_the_end_is_told_so(runner: Runner) -> None:
+    """P38: a daemon that stops goes on reading for a moment: what it reads then has an answer and a line, too."""
+    runner.engine.stop(WAIT_S)
+    assert isinstance(runner.turn("a", "one").error, Draining)
+    with pytest.raises(Draining):
+        runner.engine.call(lambda core: core).result(WAIT_S)
+    assert [line.outcome for line in runner.lines] == ["draining"]
+
+
 def test_agents_are_there_after_a_restart(make_runner: Callable[..., Runner]) -> None:
     """The same folder, another engine: the conversation resumes at its exact token (P2, P14)."""
     first = make_runner()
