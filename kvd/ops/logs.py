@@ -391,8 +391,22 @@ class _StreamLog(_SaysOnce, logging.StreamHandler["TextIO | UnblockedStream"]):
 class _PrivateRotatingFile(_SaysOnce, RotatingFileHandler):
     """A rotated file that nobody else can read, whatever the umask."""
 
+    _is_stuck = False
+
     def __init__(self, path: Path, *, max_bytes: int, kept_files: int) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=kept_files, encoding="utf-8")
+
+    def doRollover(self) -> None:  # noqa: N802  (logging's name)
+        """Go on in the same file where it may not be renamed (its folder is another's): no line is lost by that."""
+        try:
+            super().doRollover()
+        except OSError as error:
+            if not self._is_stuck:
+                _say(f"kvd: the log cannot be rotated and grows: {error}")
+            self._is_stuck = True
+            self.stream = self._open()
+        else:
+            self._is_stuck = False
 
     def _open(self) -> TextIOWrapper:
         fd = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

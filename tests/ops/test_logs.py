@@ -263,6 +263,18 @@ def test_a_log_that_cannot_be_written_says_so_once(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "kvd: the log cannot be written: [Errno 28] No space left on device\n"
 
 
+def test_a_log_that_cannot_be_rotated_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be in a folder where its user may rename nothing; that is said once, and every line is there."""
+    file = tmp_path / "kvd.log"
+    (tmp_path / "kvd.log.1" / "in the way").mkdir(parents=True)
+    with setup_logging(file=file, max_file_bytes=500, kept_files=1):
+        for number in range(50):
+            get_logger("kvd").info("one", number=number)
+    assert [record["number"] for record in records(file.read_text())] == list(range(50))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("kvd: the log cannot be rotated and grows: ")
+
+
 def test_close_restores_what_was_before() -> None:
     """Handlers, levels and structlog's own configuration; a second close does nothing."""
     root = logging.getLogger()
