@@ -49,7 +49,7 @@ class UnblockedStream:
         self._fd = fd
         self._lost = lost
         self._most_bytes = most_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may log in the middle of a line of the same thread
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._dropped_lines = 0
