@@ -7,7 +7,11 @@ lived for so long. One that ends with `WRONG_USAGE` would do so again, so it is 
 
 Its standard error is read here. Lines that are JSON objects are its log and are handed on as they are; any other (a
 refusal before there is a log, a traceback, a word of a library) is logged as `..._said`, so that whoever reads our log
-finds nothing but records in it, and the last of them is told as the reason when the child ends. Imports the standard
+finds nothing but records in it, and the last of them is told as the reason when the child ends.
+
+The child is started by `subprocess`, not by the event loop. uvloop forks, and before a fork the C library calls whoever
+asked for it: OpenBLAS then ends its threads and waits for them, for ever where the engine's thread is in the middle of
+a product of matrices. `subprocess` uses vfork where there is one, before which nobody is called. Imports the standard
 library only.
 """
 
@@ -15,6 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -45,7 +51,7 @@ class ChildLog(Protocol):
 
 
 class Process(Protocol):
-    """The part of `asyncio.subprocess.Process` that is used here."""
+    """A child process as it is used here."""
 
     @property
     def pid(self) -> int:
@@ -58,12 +64,14 @@ class Process(Protocol):
         """End it at once."""
 
     @property
-    def stdin(self) -> asyncio.StreamWriter | None:
-        """Its standard input."""
-
-    @property
     def stderr(self) -> asyncio.StreamReader | None:
         """Its standard error."""
+
+    def end_input(self) -> None:
+        """End its standard input."""
+
+    def close(self) -> None:
+        """Let go of its pipes, whoever else still holds their other ends."""
 
 
 class KeptChild:
@@ -144,6 +152,7 @@ class KeptChild:
         finally:
             hearing.cancel()
             await asyncio.gather(hearing, return_exceptions=True)
+        process.close()
         return code
 
     async def _hear(self, stderr: asyncio.StreamReader | None) -> None:
@@ -176,8 +185,7 @@ class KeptChild:
         process, self._process = self._process, None
         if process is None:
             return
-        if process.stdin is not None:
-            process.stdin.close()
+        process.end_input()
         ended = asyncio.ensure_future(self._ended(process))
         try:
             await asyncio.wait_for(asyncio.shield(ended), END_GRACE_S)
@@ -187,9 +195,62 @@ class KeptChild:
             await ended
 
 
+class _Spawned:
+    """A process that `subprocess` started. Owner: the event loop.
+
+    Args:
+        popen: with pipes for standard input and error.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.pid = popen.pid
+        self.stderr: asyncio.StreamReader | None = None
+        self._hearing: asyncio.ReadTransport | None = None
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        # one thread a child, which waits: what else tells of a child's end belongs to the kind of loop
+        threading.Thread(target=self._wait, args=(asyncio.get_running_loop(),), name="kvd-child", daemon=True).start()
+
+    async def hear(self) -> None:
+        """Read its standard error from now on."""
+        loop = asyncio.get_running_loop()
+        self.stderr = reader = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
+        self._hearing, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._popen.stderr
+        )
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        code = self._popen.wait()
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(self._tell, code)
+
+    def _tell(self, code: int) -> None:
+        if not self._code.done():
+            self._code.set_result(code)
+
+    async def wait(self) -> int:
+        """See `Process.wait`."""
+        return await asyncio.shield(self._code)
+
+    def kill(self) -> None:
+        """See `Process.kill`."""
+        self._popen.kill()
+
+    def end_input(self) -> None:
+        """See `Process.end_input`."""
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+
+    def close(self) -> None:
+        """See `Process.close`."""
+        self.end_input()
+        if self._hearing is not None:
+            self._hearing.close()
+
+
 async def _spawn(command: Sequence[str]) -> Process:
     # a session of its own: Ctrl-C in a terminal is for the parent, which ends its child when the time has come
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stderr=pipe, limit=LONGEST_LINE_BYTES, start_new_session=True
-    )
+    pipe = subprocess.PIPE
+    started = _Spawned(subprocess.Popen(command, stdin=pipe, stderr=pipe, bufsize=0, start_new_session=True))
+    await started.hear()
+    return started

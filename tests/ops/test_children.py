@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +31,6 @@ class FakeProcess:
     """Ends with a code as soon as somebody waits."""
 
     pid = 7
-    stdin = None
     stderr = None
 
     def __init__(self, code: int) -> None:
@@ -41,6 +42,12 @@ class FakeProcess:
 
     def kill(self) -> None:
         """Nothing is left to end."""
+
+    def end_input(self) -> None:
+        """It reads none."""
+
+    def close(self) -> None:
+        """It has no pipes."""
 
 
 class World:
@@ -144,6 +151,76 @@ def test_why_a_child_ended_is_told_and_its_log_is_handed_on() -> None:
     event, facts = log.lines[-1]
     assert (event, facts["exit_code"]) == ("child_ended", 3)
     assert str(facts["reason"]).startswith("Traceback ends")
+
+
+ASKS_TO_BE_CALLED = """
+import asyncio, ctypes, sys
+from kvd.ops import KeptChild
+from kvd.ops.loops import new_loop
+
+called = []
+before = ctypes.CFUNCTYPE(None)(lambda: called.append(1))
+ctypes.CDLL(None).__register_atfork(before, None, None, None)
+
+
+class Log:
+    def info(self, event, **facts):
+        pass
+
+    warning = info
+
+
+async def run():
+    over = asyncio.Event()
+
+    async def pause(_):
+        over.set()
+        await asyncio.Event().wait()
+
+    child = KeptChild("child", [sys.executable, "-c", ""], Log(), hand_on=print, pause=pause)
+    child.start()
+    await over.wait()
+    await child.close()
+
+
+with asyncio.Runner(loop_factory=new_loop) as runner:
+    runner.run(run())
+print(len(called))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="vfork, and glibc's way to ask to be called")
+def test_no_library_is_called_before_a_child_is_started() -> None:
+    """OpenBLAS would end its threads then, and wait for ever for those that the engine's thread has given work."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS_TO_BE_CALLED], capture_output=True, text=True, check=False, timeout=60
+    )
+    if "__register_atfork" in done.stderr:
+        pytest.skip("another C library")
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_what_a_child_has_started_does_not_hold_our_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grandchild that keeps standard error open is not waited for, and no descriptor stays."""
+    monkeypatch.setattr("kvd.ops.children.LAST_WORDS_S", 0.01)
+    grandchild = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'])"
+    gc.collect()
+    before = len(os.listdir("/dev/fd"))
+
+    async def run() -> None:
+        over = asyncio.Event()
+
+        async def pause(_: float) -> None:
+            over.set()
+            await asyncio.Event().wait()
+
+        child = KeptChild("child", [sys.executable, "-c", grandchild], Log(), hand_on=print, pause=pause)
+        child.start()
+        await over.wait()
+        await child.close()
+
+    asyncio.run(run())
+    assert len(os.listdir("/dev/fd")) == before
 
 
 @pytest.mark.parametrize("ends_by_itself", [True, False])
