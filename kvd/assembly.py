@@ -140,6 +140,7 @@ class Assembly:
         )
         core_box: list[EngineCore] = []
         largest_frame_bytes = max(layout.payload_bytes for layout in formats.book.layouts.values())
+        self._notices += holds_no_page(budget_bytes, largest_frame_bytes)
 
         def forget(page: PageId) -> None:
             core_box[0].forget_page(page)
@@ -373,6 +374,14 @@ def _submit_checks(swap: SwapThread, page_ids: frozenset[str], folders: frozense
 
 def _write_nothing(path: Path, data: bytes) -> None:
     """Constants of formats stay in RAM while swap is off: no page in the data folder will need them."""
+
+
+def holds_no_page(budget_bytes: int, page_bytes: int) -> list[str]:
+    """What to say at the start of a budget that is too small for the model's largest page; nothing of a larger one."""
+    if budget_bytes >= page_bytes:
+        return []
+    sizes = f"the budget of {format_size(budget_bytes)} holds no page of this model, which takes"
+    return [f"{sizes} {format_size(page_bytes)}: every request will be refused; give more with --budget"]
 
 
 def transfer_bounds(budget_bytes: int, formats: FormatChoice) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvd import assembly
-from kvd.assembly import Assembly
+from kvd.assembly import Assembly, holds_no_page
 from kvd.config import DEFAULT_QUOTA_BYTES, ConfigError, Settings
 from kvd.ops.device import DeviceFacts
 
@@ -56,3 +56,12 @@ def test_a_machine_that_is_short_of_memory_is_told_so(tmp_path: Path, monkeypatc
     assert made._pressure().level == "none", "it is looked at once a second from now on"
     (notice,) = made._notices
     assert notice.startswith("the machine is short of memory: the daemon takes ")
+
+
+def test_a_budget_that_holds_no_page_is_said_at_the_start() -> None:
+    """P8: else the first request is the one that tells, by its refusal."""
+    assert holds_no_page(2_396_160, 2_396_160) == []
+    (notice,) = holds_no_page(1_000_000, 2_396_160)
+    assert "budget of 1 MB holds no page" in notice
+    assert "takes 2.4 MB" in notice
+    assert "--budget" in notice

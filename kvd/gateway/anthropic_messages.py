@@ -120,11 +120,13 @@ def counted(fields: Fields, canonical: Canonical) -> dict[str, Any]:
 def _tools(fields: Fields, canonical: Canonical) -> dict[str, Any]:
     """`tools` and `tool_choice` in the daemon's words."""
     tools = canonical.tools([_tool(tool) for tool in fields.objects("tools")])
-    if not tools:
-        return {}
-    options: dict[str, Any] = {"tools": tools}
     choice = fields.inner("tool_choice")
     kind = choice.choice("type", ("auto", "any", "none", "tool"), "auto")
+    if not tools:
+        if kind in ("any", "tool"):
+            choice.wrong("type", f"{kind} asks for a call, which needs tools")
+        return {}
+    options: dict[str, Any] = {"tools": tools}
     if kind == "tool":
         options["tool_choice"] = {"type": "function", "function": {"name": choice.text("name")}}
     elif kind != "auto":

@@ -218,11 +218,15 @@ class Gateway:
             async with asyncio.timeout(LOOK_S):
                 health = await self.client.health()
         except TimeoutError:
-            return JsonReply({"status": "daemon does not answer"}, status_code=503)
+            body = {"status": "daemon does not answer"}
         except KvdClientError as error:
-            return JsonReply({"status": "daemon unreachable", "message": error.message}, status_code=503)
-        body = {"status": "ok" if health.ready else health.status}
-        return JsonReply(body, status_code=200 if health.ready else 503)
+            body = {"status": "daemon unreachable", "message": error.message}
+        else:
+            if health.ready:
+                return JsonReply({"status": "ok"})
+            body = {"status": health.status}
+        request.state.record.outcome = "unavailable"
+        return JsonReply(body, status_code=503)
 
     async def _metrics(self, request: Request) -> Response:
         self.app.tell()

@@ -128,7 +128,8 @@ class Around:
                 told = fault.body(dialect_of(path, headers), record.request_id)
                 # whoever sends a body without an end must not keep its connection by it
                 leave = {"connection": "close"} if body.has_rest else {}
-                response = JsonReply(told, status_code=fault.status, headers={**fault.headers(), **leave})
+                head = {**fault.headers(), **_allowed_by(error), **leave}
+                response = JsonReply(told, status_code=fault.status, headers=head)
                 await response(scope, receive, sending)
         finally:
             body.close()
@@ -211,12 +212,18 @@ def _headers(scope: Scope) -> dict[str, str]:
     return found
 
 
+def _allowed_by(error: Exception) -> Mapping[str, str]:
+    """The header that says which methods a path has, of the router's refusal of one."""
+    return error.headers or {} if isinstance(error, HTTPException) and error.status_code == 405 else {}
+
+
 def _fault_of(error: Exception, method: str, path: str) -> ApiError | None:
     """What a client is told of an exception; None for a bug."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException) and error.status_code == 405:
-        return ApiError("method_not_allowed", f"{method} is not allowed for {path[:80]}")
+        allowed = _allowed_by(error).get("Allow", "another method")
+        return ApiError("method_not_allowed", f"{method} is not allowed for {path[:80]}; {allowed} is")
     if isinstance(error, HTTPException):
         return ApiError("not_found", f"there is no {method} {path[:80]} here; docs/gateway.md lists what is")
     return None

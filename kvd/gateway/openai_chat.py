@@ -84,6 +84,8 @@ def plan(fields: Fields, canonical: Canonical, default_max_tokens: int) -> Plan:
     options["max_tokens"] = asked or fields.integer("max_tokens", 1, MAX_NEW_TOKENS, limit)
     if tools := canonical.tools(function_tools(fields)):
         options |= {"tools": tools} | _tool_choice(fields)
+    elif fields.raw.get("tool_choice") not in (None, "auto", "none"):
+        fields.wrong("tool_choice", "asks for a call, which needs tools")
     if (form := response_format(fields, "response_format")) is not None:
         options["response_format"] = form
     if fields.has("chat_template_kwargs"):

@@ -83,6 +83,8 @@ def plan(fields: Fields, canonical: Canonical, default_max_tokens: int) -> Plan:
     options["max_tokens"] = fields.integer("max_output_tokens", 1, MAX_NEW_TOKENS, limit)
     if tools := canonical.tools([_tool(tool) for tool in fields.objects("tools")]):
         options |= {"tools": tools} | _tool_choice(fields)
+    elif fields.raw.get("tool_choice") not in (None, "auto", "none"):
+        fields.wrong("tool_choice", "asks for a call, which needs tools")
     if (form := response_format(fields.inner("text"), "format")) is not None:
         options["response_format"] = form
     return Plan(

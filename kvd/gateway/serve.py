@@ -63,7 +63,10 @@ def listening(host: str, port: int) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        raise CannotListen(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another address with --listen "
+            "(kvd serve: --http), or end what listens there"
+        ) from None
     return sock
 
 
@@ -124,7 +127,8 @@ async def _serve(
         signal.signal(signum, stop)
     if not settings.keys:
         log.warning(
-            "no_api_keys", access="every user and program of this machine may use the model and everybody's agents"
+            "no_api_keys",
+            access=f"every user and program of this machine may use the model and all agents of {settings.namespace}",
         )
     watch = asyncio.create_task(_end_with_parent(server)) if with_parent else None
     try:

@@ -32,6 +32,8 @@ MESSAGE: dict[str, Any] = {"model": "claude-x", "max_tokens": 5, "messages": HI}
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "king"}]}, "messages[0].role", "developer"),
         ("/v1/chat/completions", {**CHAT, "temperature": 3}, "temperature", "from 0 to 2"),
         ("/v1/chat/completions", {**CHAT, "top_logprobs": 3}, "top_logprobs", "logprobs is true"),
+        ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ("/v1/responses", {"model": "tiny", "input": "x", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ("/v1/chat/completions", {**CHAT, "n": 2}, "n", "ask once"),
         ("/v1/chat/completions", {**CHAT, "temprature": 1}, "temprature", "temperature"),
         ("/v1/chat/completions", {**CHAT, "presence_penalty": 1}, "presence_penalty", "repetition_penalty"),
@@ -79,6 +81,7 @@ def test_bad_requests_name_field_and_allowed_values(
         ({**MESSAGE, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({**MESSAGE, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({**MESSAGE, "tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "all"}}, "auto, any"),
+        ({**MESSAGE, "tool_choice": {"type": "any"}}, "tool_choice.type any asks for a call, which needs tools"),
     ],
 )
 def test_bad_messages_get_anthropics_envelope(served: Served, body: dict[str, Any], named: str) -> None:
@@ -155,6 +158,8 @@ def test_unknown_paths_and_methods_are_told_in_the_dialect(served: Served) -> No
     assert served.ask("GET", "/v1/chats").error["code"] == "not_found"
     reply = served.ask("GET", "/v1/messages")
     assert (reply.status, reply.json["type"]) == (405, "error")
+    assert reply.headers["allow"] == "POST"
+    assert reply.error["message"] == "GET is not allowed for /v1/messages; POST is"
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[1]", b'{"model": NaN}', b"\xff", b"[" * 100_000, b'{"a": 1e999}'])
@@ -259,7 +264,9 @@ def test_a_daemon_that_hangs_is_no_reason_to_hang(
     for module in ("app", "metrics"):
         monkeypatch.setattr(f"kvd.gateway.{module}.LOOK_S", 0.02)
     monkeypatch.setattr(scripted, "do_health", hanging)
-    assert served.ask("GET", "/health").status == 503
+    reply = served.ask("GET", "/health")
+    assert reply.status == 503
+    assert served.line(reply.headers["x-request-id"])["outcome"] == "unavailable"
     assert b"kvd_gateway_daemon_up 0.0" in served.ask("GET", "/metrics").body
 
 
