@@ -57,7 +57,8 @@ def open_trace(path: Path) -> TextIO:
             file.close()
             raise
     except (OSError, UnicodeDecodeError) as error:
-        raise EnvironmentFault(f"the trace {path} cannot be written: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise EnvironmentFault(f"the trace {path} cannot be written: {why}") from error
     return file
 
 
