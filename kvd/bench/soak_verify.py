@@ -118,7 +118,8 @@ def chat_trouble(result: GenerateResult, *, floor_tokens: int, certain: bool) ->
     divergence = result.server.get("divergence") or {}
     allowed = ("new", "extend") if not floor_tokens else ("extend",)
     if certain and result.match not in allowed:
-        return f"the conversation {result.match} ({result.match_reason}), where it can only extend"
+        where = f"({result.match_reason}; {dict(divergence)})"
+        return f"the conversation {result.match} {where}, where it can only extend"
     if divergence and divergence.get("found"):
         return f"the conversation differs from what is stored ({result.match_reason})"
     # where more is stored than was asked for, the messages end inside it

@@ -209,6 +209,11 @@ def test_planted_files_are_named(tmp_path: Path) -> None:
     troubles = check.trouble_when_empty(gone | {"frames": 2}, tmp_path)
     assert "frames is 2" in troubles[0]
     assert f"orphan file: {path}" in troubles
+    notes = path.parent.parent.parent / "forks.log"  # stays when all forks are gone, and then holds nothing
+    notes.write_bytes(b"")
+    assert f"orphan file: {notes}" not in check.trouble_when_empty(gone, tmp_path)
+    notes.write_bytes(b"note")
+    assert f"orphan file: {notes}" in check.trouble_when_empty(gone, tmp_path)
 
 
 @pytest.mark.daemon
