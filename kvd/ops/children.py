@@ -246,11 +246,17 @@ class _Spawned:
         self.end_input()
         if self._hearing is not None:
             self._hearing.close()
+        elif self._popen.stderr is not None:
+            self._popen.stderr.close()
 
 
 async def _spawn(command: Sequence[str]) -> Process:
     # a session of its own: Ctrl-C in a terminal is for the parent, which ends its child when the time has come
     pipe = subprocess.PIPE
     started = _Spawned(subprocess.Popen(command, stdin=pipe, stderr=pipe, bufsize=0, start_new_session=True))
-    await started.hear()
+    try:
+        await started.hear()
+    except BaseException:  # whoever started it does not want it any more, and nobody else knows of it
+        started.close()
+        raise
     return started

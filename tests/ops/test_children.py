@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from kvd.ops import KeptChild
+from tests.support.daemon import eventually
 
 
 class Log:
@@ -198,6 +200,36 @@ def test_no_library_is_called_before_a_child_is_started() -> None:
     if "__register_atfork" in done.stderr:
         pytest.skip("another C library")
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_child_that_is_not_wanted_any_more_while_it_is_started_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop in that moment leaves no process behind: its input ends, though nobody holds it yet."""
+    pids: list[int] = []
+
+    async def run() -> None:
+        begun = asyncio.Event()
+
+        async def hear(started: Any) -> None:
+            pids.append(started.pid)
+            begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr("kvd.ops.children._Spawned.hear", hear)
+        child = KeptChild("child", [sys.executable, "-c", "import sys; sys.stdin.read()"], Log(), hand_on=print)
+        child.start()
+        await begun.wait()
+        await child.close()
+
+    asyncio.run(run())
+
+    def is_gone() -> bool:
+        try:
+            os.kill(pids[0], 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    eventually(is_gone, "the child has ended")
 
 
 def test_what_a_child_has_started_does_not_hold_our_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
