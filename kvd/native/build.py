@@ -16,6 +16,7 @@ import ctypes
 import functools
 import hashlib
 import inspect
+import itertools
 import os
 import stat
 import sys
@@ -37,6 +38,9 @@ CACHE_VARIABLE: Final = "KVD_KERNEL_CACHE"
 """Folder of compiled kernels; empty for none."""
 
 _DIGEST_BYTES: Final = 32
+
+_numbers: Final = itertools.count()
+"""Of linked libraries, whose names are used once."""
 
 Address = ctypes.c_void_p
 Integer = ctypes.c_int64
@@ -82,11 +86,26 @@ def _machine() -> Any:  # noqa: ANN401  llvmlite has no types
 
 
 @functools.cache
-def _engine() -> Any:  # noqa: ANN401
-    """What links object code into this process, for as long as it lives."""
-    empty = llvm.parse_assembly("")
-    empty.triple = llvm.get_default_triple()
-    return llvm.create_mcjit_compiler(empty, _machine())
+def _linker() -> Any:  # noqa: ANN401
+    """What links object code into this process, for as long as it lives.
+
+    Code reaches its constants by 32-bit offsets. JITLink maps the sections of an object together; LLVM's older linker
+    (MCJIT) maps each where the system has room, and ends the process where one is out of reach of another, as it may be
+    beside a pool of many gigabytes.
+    """
+    return llvm.create_lljit_compiler(_machine(), use_jit_link=True)
+
+
+def _link(symbol: str, code: bytes) -> int:
+    """The address of a function in object code, which is linked into this process and stays.
+
+    Raises:
+        RuntimeError: it is no object code, or lacks a symbol.
+    """
+    library = llvm.JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol(symbol)
+    linked = library.link(_linker(), f"{symbol}_{next(_numbers)}")
+    linked.detach()  # it is not unlinked when this object goes
+    return int(linked[symbol])
 
 
 def compile_kernel(
@@ -122,13 +141,9 @@ def compile_kernel(
         if code is None:
             code = _compile(symbol, write, {each: _TYPES[kind] for each, kind in arguments.items()})
             _keep(folder, key, code)
-        _engine().add_object_file(llvm.ObjectFileRef.from_data(code))
-        _engine().finalize_object()
+        address = _link(symbol, code)
     except RuntimeError as error:
         raise KernelUnavailable(f"kernel {name} could not be compiled: {error}") from error
-    address = _engine().get_function_address(symbol)
-    if not address:
-        raise KernelUnavailable(f"kernel {name} has no symbol {symbol}")
     return ctypes.CFUNCTYPE(None, *arguments.values())(address)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,3 +127,11 @@ def test_another_processor_is_another_kernel(tmp_path: Path, monkeypatch: pytest
     other = build.Processor(here.name, here.features, here.lanes * 2, has_fma=True)
     monkeypatch.setattr(build, "processor", lambda: other)
     assert Compiled(tmp_path).written == 1
+
+
+def test_code_and_its_constants_lie_within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of many gigabytes scatters the address space; a kernel that is linked then must find its constants."""
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    command = [sys.executable, "-m", "tests.native.scattered"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "[0.0, 2.5, 5.0, 7.5]\n"), ran.stderr
