@@ -83,8 +83,8 @@ def trouble_with(result: GenerateResult, info: AgentInfo, data: bytes, *, whole:
     ended = result.match == "exact" or (divergence.get("byte") == len(data) and divergence.get("found") == "")
     if not ended:
         return f"{len(data)} bytes {result.match} ({result.match_reason}), where only the prompt may end"
-    # an older branch that goes on is the better match when more of the text is computed there (a pending token here)
-    least = info.computed_tokens + 1 if whole else min(info.computed_tokens, result.prompt_tokens - REENCODED_TOKENS)
+    # an older branch that goes on is the better match only when more than a pending token is computed there
+    least = info.computed_tokens + 2 if whole else min(info.computed_tokens, result.prompt_tokens - REENCODED_TOKENS)
     if result.cached_tokens < least:
         return f"only {result.cached_tokens} of {info.computed_tokens} computed tokens were reused"
     return ""

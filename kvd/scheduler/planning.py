@@ -61,8 +61,8 @@ class Plan:
 
     @property
     def reach_bytes(self) -> int:
-        """Bytes of the prompt whose KV exists."""
-        return self.source.text_bytes_of(self.match.computed_tokens)
+        """Bytes of the prompt that need no step of their own."""
+        return self.source.text_bytes_of(self.match.reach_tokens)
 
     def needs(self, core: EngineCore, agent: Agent) -> int:
         """`needed_bytes` as of now.
@@ -92,7 +92,7 @@ def plan_turn(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
     branch_id, match = _match(agent, request, prompt)
     source, is_shared = agent.branches[branch_id], False
     if not (_goes_on(request) and agent.branch.tokens):
-        reach_bytes = source.text_bytes_of(match.computed_tokens)
+        reach_bytes = source.text_bytes_of(match.reach_tokens)
         found = core.sharing.find(agent.ref, prompt, reach_bytes)
         if found is not None:
             source, is_shared = core.sharing.map_pages(agent, *found), True

@@ -121,6 +121,16 @@ class Match:
     reason: str
     divergence: Divergence | None = None
 
+    @property
+    def reach_tokens(self) -> int:
+        """Tokens that need no step of their own: those with KV, and a pending one at the end of a branch that matches.
+
+        A pending token is computed together with what the prompt has behind it. Something else that has its KV saves
+        nothing by that.
+        """
+        is_pending = self.kind != "diverge" and self.keep_tokens - self.computed_tokens == 1
+        return self.computed_tokens + is_pending
+
 
 NEW_MATCH: Final = Match("new", 0, 0, 0, 0, 0.0, "no stored text")
 """The match of a branch that holds nothing."""
@@ -165,8 +175,9 @@ def match(stored: StoredText, prompt: TypedText) -> Match:
 def best_match(branches: Mapping[int, StoredText], prompt: TypedText, current: int) -> tuple[int, Match]:
     """The branch that saves most work for a prompt.
 
-    Most tokens with KV count first: ids without KV have to be computed all the same. Then one that need not be forked
-    wins, then most ids, then the current branch, then the one with the highest number (the latest).
+    Most tokens that need no step of their own count first (`Match.reach_tokens`): ids without KV have to be computed all
+    the same. Then one that need not be forked wins, then most ids, then the current branch, then the one with the
+    highest number (the latest).
 
     Args:
         branches: what each branch of the agent holds.
@@ -179,7 +190,7 @@ def best_match(branches: Mapping[int, StoredText], prompt: TypedText, current: i
 
     def rank(branch: int) -> tuple[int, bool, int, bool, int]:
         found = matches[branch]
-        return found.computed_tokens, found.kind != "diverge", found.keep_tokens, branch == current, branch
+        return found.reach_tokens, found.kind != "diverge", found.keep_tokens, branch == current, branch
 
     best = max(matches, key=rank)
     return best, matches[best]

@@ -95,6 +95,20 @@ def test_a_diverging_prompt_forks_and_the_old_branch_stays_a_hit(world: World) -
     assert len(world.agent("a").branches) == 2
 
 
+def test_an_answer_that_was_asked_for_anew_and_is_shorter_is_extended(world: World) -> None:
+    """The branch of the longer answer has the pending token's KV, and yet an ordinary turn is no divergence."""
+    world.generate("a", text_of(30), max_tokens=8)
+    world.generate("a", text_of(30), max_tokens=3)
+    assert len(world.agent("a").branches) == 2
+    short = world.text("a")
+    computed = world.agent("a").branch.computed
+    assert computed == len(world.agent("a").branch.tokens) - 1
+    turn = world.generate("a", short + " and then", max_tokens=2).turn
+    assert (turn.match, turn.match_reason) == ("extend", "all stored text matched")
+    assert turn.cached_tokens == computed
+    assert len(world.agent("a").branches) == 2
+
+
 def test_a_strict_prefix_is_a_divergence_with_all_of_it_matched(world: World) -> None:
     """A prompt that ends inside the stored text keeps its whole tokens."""
     world.generate("a", text_of(30), max_tokens=2)

@@ -164,6 +164,21 @@ def test_what_need_not_be_forked_wins_over_the_current_branch() -> None:
     assert best_match(branches, typed(("content", "abc")), current=2)[0] == 1
 
 
+def test_a_pending_token_does_not_send_a_turn_to_an_abandoned_branch() -> None:
+    """An answer that was cut short and asked for anew leaves a branch that goes on: the agent still extends its own."""
+    branches = {
+        1: stored(("content", "abc"), ("generated", "def")),
+        2: stored(("content", "abc"), ("generated", "d"), computed=3),
+    }
+    prompt = typed(("content", "abc"), ("generated", "d"), ("content", "!"))
+    best, found = best_match(branches, prompt, current=2)
+    assert (best, found.kind, found.keep_tokens, found.computed_tokens) == (2, "extend", 4, 3)
+    best, found = best_match(branches, typed(("content", "abc"), ("generated", "d")), current=2)
+    assert (best, found.kind) == (2, "exact")
+    branches[2] = stored(("content", "abc"), ("generated", "d"), computed=2)  # more than the pending one has no KV
+    assert best_match(branches, prompt, current=2)[0] == 1
+
+
 def test_an_empty_prompt_keeps_nothing() -> None:
     """It is a strict prefix of everything."""
     found = match(HELLO, typed())
