@@ -1,7 +1,8 @@
 """The daemon's refusals in the words of the command line: it names parameters of the protocol, people typed options.
 
 Only the beginning of a message is changed, where the refused parameter stands, and fixed phrases; what a message quotes
-stays as it is. May import click and kvd_client.errors.
+stays as it is. One message of a conversation keeps the protocol's name, `messages[2]`: options and a file make up that
+list together, and only --message has the name of one. May import click and kvd_client.errors.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def command_words(error: RemoteError, command: click.Command | None) -> str:
     name = error.data.get("parameter")
     if command is not None and isinstance(name, str) and name and message.startswith(name):
         rest = message[len(name) :]
-        if rest[:1] in (" ", "["):
+        if rest[:1] == " " or (rest[:1] == "[" and name != "messages"):
             message = _typed(command, name) + rest
     for said, meant in PHRASES.items():
         message = message.replace(said, meant)

@@ -175,8 +175,8 @@ def match(stored: StoredText, prompt: TypedText) -> Match:
 def best_match(branches: Mapping[int, StoredText], prompt: TypedText, current: int) -> tuple[int, Match]:
     """The branch that saves most work for a prompt.
 
-    Most tokens that need no step of their own count first (`Match.reach_tokens`): ids without KV have to be computed all
-    the same. Then one that need not be forked wins, then most ids, then the current branch, then the one with the
+    Most tokens that need no step of their own count first (`Match.reach_tokens`): ids without KV have to be computed in
+    any case. Then one that need not be forked wins, then most ids, then the current branch, then the one with the
     highest number (the latest).
 
     Args:

@@ -118,6 +118,22 @@ def test_what_the_daemon_refuses_is_wrong_usage(service: FakeService, monkeypatc
     assert as_json.startswith("kvd-client: invalid_params: agent must be"), "programs read the protocol's names"
 
 
+@pytest.mark.parametrize(
+    ("parameter", "message", "said"),
+    [
+        ("messages", "messages[1].role must be user", "messages[1].role must be user"),
+        ("messages", "messages must be a list", "--message must be a list"),
+        ("stop", "stop[0] must be text", "--stop[0] must be text"),
+    ],
+)
+def test_one_message_of_a_conversation_is_not_an_option(parameter: str, message: str, said: str) -> None:
+    """It may be of --system, --messages-file or --message; an element of a repeated option is that option's."""
+    error = remote_error(
+        ErrorObject(CODES["invalid_params"], "invalid_params", message, {"parameter": parameter}, None)
+    )
+    assert command_words(error, loaded(cli.commands["chat"])) == said
+
+
 @pytest.mark.parametrize("phrase", sorted(PHRASES))
 def test_phrases_are_ones_that_the_daemon_says(phrase: str) -> None:
     """A message that was reworded over there would reach people untranslated."""
