@@ -25,6 +25,7 @@ import platformdirs  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.support import crashes  # noqa: E402
 from tests.support.examples import PROFILE  # noqa: E402
 from tests.support.folders import short_base, use_memory  # noqa: E402
 from tests.support.leaks import Inventory  # noqa: E402
@@ -48,6 +49,21 @@ def pytest_report_header() -> list[str]:
     """Say which BLAS the figures of this run come from."""
     outcome = launcher.prepare()
     return [outcome.describe(), *([f"warning: {outcome.warning}"] if outcome.warning else [])]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A process that ends by a signal leaves its stack."""
+    crashes.begin(session.config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the stacks of processes that ended so."""
+    crashes.show(terminalreporter.config, terminalreporter)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Nothing stays behind."""
+    crashes.end(config)
 
 
 @pytest.hookimpl(trylast=True)

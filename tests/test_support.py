@@ -76,3 +76,23 @@ def test_this_machine_can_be_reached(short_tmp: Path) -> None:
         server.bind(path)
         server.listen()
         client.connect(path)
+
+
+def test_the_end_of_a_crashed_worker_is_told(tmp_path: Path) -> None:
+    """The suite's last lines say where it was; pytest-xdist alone says only that it crashed."""
+    (tmp_path / "conftest.py").write_text(CRASHING_CONFTEST)
+    (tmp_path / "test_it.py").write_text("import os\ndef test_ends(): os.abort()\ndef test_goes_on(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert "1 failed, 1 passed" in ran.stdout
+    told = ran.stdout.split("where gw0 ended")[-1]
+    assert "Fatal Python error: Aborted" in told
+    assert "test_ends" in told
+
+
+CRASHING_CONFTEST = """
+from tests.support import crashes
+def pytest_sessionstart(session): crashes.begin(session.config)
+def pytest_terminal_summary(terminalreporter): crashes.show(terminalreporter.config, terminalreporter)
+def pytest_unconfigure(config): crashes.end(config)
+"""
