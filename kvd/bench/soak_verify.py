@@ -75,7 +75,9 @@ def trouble_with(result: GenerateResult, info: AgentInfo, data: bytes, *, whole:
         data: the text that was sent.
         whole: the agent must hold nothing beyond it.
     """
-    if whole and result.match == "exact":
+    if whole:
+        if result.match != "exact":
+            return f"{len(data)} bytes {result.match} ({result.match_reason}), where they are all of the text"
         if result.cached_tokens < info.computed_tokens:  # more when a fork of it has what it lacks
             return f"{result.cached_tokens} of {info.computed_tokens} computed tokens were reused"
         return ""
@@ -83,8 +85,7 @@ def trouble_with(result: GenerateResult, info: AgentInfo, data: bytes, *, whole:
     ended = result.match == "exact" or (divergence.get("byte") == len(data) and divergence.get("found") == "")
     if not ended:
         return f"{len(data)} bytes {result.match} ({result.match_reason}), where only the prompt may end"
-    # an older branch that goes on is the better match only when more than a pending token is computed there
-    least = info.computed_tokens + 2 if whole else min(info.computed_tokens, result.prompt_tokens - REENCODED_TOKENS)
+    least = min(info.computed_tokens, result.prompt_tokens - REENCODED_TOKENS)
     if result.cached_tokens < least:
         return f"only {result.cached_tokens} of {info.computed_tokens} computed tokens were reused"
     return ""

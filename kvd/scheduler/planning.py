@@ -104,7 +104,7 @@ def plan_turn(core: EngineCore, agent: Agent, request: TurnRequest) -> Plan:
         prompt_tokens = match.keep_tokens + len(ids)
         if not prompt_tokens:
             raise InvalidParams("the text is empty; send at least one character", parameter="text")
-        whole, forks = [*source.tokens[: match.keep_tokens], *ids], match.kind == "diverge"
+        whole, forks = [*source.tokens[: match.keep_tokens], *ids], match.keep_tokens < len(source.tokens)
         if request.resume is not None:
             refuse_other_prompt(core, request.resume, whole)
             match = _resumed_match(match, source, whole)

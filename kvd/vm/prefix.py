@@ -20,7 +20,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final, Literal
 
@@ -179,6 +179,9 @@ def best_match(branches: Mapping[int, StoredText], prompt: TypedText, current: i
     any case. Then one that need not be forked wins, then most ids, then the current branch, then the one with the
     highest number (the latest).
 
+    Where the current branch matches whole and its KV was lost, another that goes on otherwise may save more. The match
+    is then named after the current branch all the same: nothing that the client was told has changed.
+
     Args:
         branches: what each branch of the agent holds.
         prompt: the agent's whole text as the client has it now.
@@ -193,7 +196,11 @@ def best_match(branches: Mapping[int, StoredText], prompt: TypedText, current: i
         return found.reach_tokens, found.kind != "diverge", found.keep_tokens, branch == current, branch
 
     best = max(matches, key=rank)
-    return best, matches[best]
+    found, own = matches[best], matches.get(current, NEW_MATCH)
+    if found.kind == "diverge" and own.kind in ("exact", "extend"):
+        reason = f"{own.reason}; {found.computed_tokens} tokens have KV in an abandoned continuation"
+        found = replace(found, kind=own.kind, reason=reason, divergence=None)
+    return best, found
 
 
 def check_spans(text: TypedText) -> None:

@@ -61,6 +61,23 @@ def test_a_fork_of_an_agent_with_a_lost_page_is_whole_and_durable(world: World) 
     assert world.text("c") == text
 
 
+def test_an_abandoned_branch_helps_one_whose_kv_was_lost(world: World) -> None:
+    """KV comes from where it is; nothing that the client was told has changed, so the turn is no divergence."""
+    world.generate("a", text_of(30), max_tokens=8)
+    world.generate("a", text_of(30), max_tokens=4)
+    agent, text = world.agent("a"), world.text("a")
+    branch, before = agent.branch, len(agent.branch.tokens)
+    branch.drop_kv_from(branch.computed - 2)
+    world.core.memory.apply(RolledBack(branch.space, branch.computed))
+    turn = world.generate("a", text + " on", max_tokens=2).turn
+    assert (turn.match, turn.divergence, turn.cached_tokens) == ("extend", None, before)
+    assert turn.match_reason == f"all stored text matched; {before} tokens have KV in an abandoned continuation"
+    assert agent.branch is not branch
+    assert world.text("a").startswith(text + " on")
+    assert world.truth.is_greedy(agent.branch.tokens, turn.prompt_tokens)
+    world.check()
+
+
 def test_a_divergence_from_a_branch_with_a_lost_page_says_so(world: World) -> None:
     """What the old branch lost is reported in the turn that found out."""
     text = evicted(world)

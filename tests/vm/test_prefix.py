@@ -176,7 +176,11 @@ def test_a_pending_token_does_not_send_a_turn_to_an_abandoned_branch() -> None:
     best, found = best_match(branches, typed(("content", "abc"), ("generated", "d")), current=2)
     assert (best, found.kind) == (2, "exact")
     branches[2] = stored(("content", "abc"), ("generated", "d"), computed=2)  # more than the pending one has no KV
-    assert best_match(branches, prompt, current=2)[0] == 1
+    best, found = best_match(branches, prompt, current=2)
+    assert (best, found.kind, found.keep_tokens, found.computed_tokens) == (1, "extend", 4, 4)
+    assert found.reason == "all stored text matched; 4 tokens have KV in an abandoned continuation"
+    assert found.divergence is None
+    assert best_match(branches, prompt, current=1)[1].kind == "diverge"
 
 
 def test_an_empty_prompt_keeps_nothing() -> None:
