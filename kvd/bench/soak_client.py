@@ -35,8 +35,8 @@ REFUSALS: Final = (AgentBusy, BudgetExceeded, Busy, ContextFull)
 RETURN_S: Final = 120.0
 """How long a killed daemon may take to come back."""
 
-CUT_CHARACTERS: Final = 16
-"""Longer is nothing that one token has before a character which it begins."""
+TOKENS_OF_ONE: Final = 3
+"""What stands before a stop string inside a token is encoded anew, in so many tokens or less, but for rarities."""
 
 ODD_PIECES: Final = (
     "naïve café ",
@@ -251,11 +251,9 @@ class SoakClient:
         if result.text != "".join(streamed):
             raise Violation(f"{before.agent} streamed {''.join(streamed)!r} and answered {result.text!r}")
         self._count(result)
-        # a last token that ends inside a character is not kept, though what it has before that was told
-        is_cut = result.finish_reason == "length" and result.completion_tokens < options["max_tokens"]
-        least = prompt + result.text[:-CUT_CHARACTERS] if is_cut else None
-        if result.finish_reason == "stop" and options.get("stop"):
-            least = prompt
+        # of the last tokens that there was a place for, what stands before a stop string inside one may not be kept
+        is_last = result.completion_tokens >= options["max_tokens"] - TOKENS_OF_ONE
+        least = prompt if is_last and result.finish_reason == "stop" and options.get("stop") else None
         self.shelf.put(
             before.answered(prompt + result.text, durable=result.durable, daemon_pid=self.daemon_pid, least=least)
         )

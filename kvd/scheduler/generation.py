@@ -3,7 +3,7 @@
 The steps themselves are run by the engine, together with those of other requests: at each the turn waits, and before
 each it may be preempted (`kvd.scheduler.residence`).
 
-Owner: the engine thread. May import kvd.model (through the core), kvd.vm.events and siblings.
+Owner: the engine thread. May import kvd.model (through the core), kvd.vm.events, kvd.vm.text and siblings.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvd.scheduler.waiting import (
     until_ready,
 )
 from kvd.vm.events import GrowthWanted
+from kvd.vm.text import Span, TypedText
 
 if TYPE_CHECKING:
     from kvd.scheduler.core import EngineCore
@@ -308,6 +309,35 @@ class Generation:
             yield from self._core.cut_branch(branch, tokens, never)
         else:
             yield from cut_held(self._core, branch, tokens, never)
+
+    def keep_rest(self, *, may_compute: bool) -> Waiting:
+        """Let the branch hold what was told and is no whole token: what stands before a stop string inside one.
+
+        So the agent has the very text that its client has, and what is appended to it stands behind that. It is encoded
+        anew, in few tokens, all but the last of which are computed here, as the last sampled one is pending, too. They
+        are no tokens that the model chose: nothing counts them. After `trim`.
+
+        Args:
+            may_compute: else nothing is kept for which a step is needed.
+
+        Raises:
+            Cancelled, Busy, KvdError: as `step`.
+        """
+        core, branch = self._core, self._branch
+        told, prompt_bytes = self.text.encode(), branch.text_bytes_of(self.prompt_tokens)
+        kept = bytes(branch.text[prompt_bytes:])
+        if branch.behind or len(told) <= len(kept) or not told.startswith(kept):
+            return
+        rest = told[len(kept) :]
+        ids, lengths = core.encode(TypedText(rest, (Span("generated", len(rest)),)), at_start=False)
+        computed = len(branch.tokens) + len(ids) - 1
+        is_in_reach = computed <= self.prompt_tokens + self._state.request.max_tokens  # what the turn has a place for
+        if not is_in_reach or (branch.computed < computed and not may_compute):
+            return
+        branch.append("generated", rest, ids, lengths)
+        if branch.computed < computed:
+            pending = branch.tokens[branch.computed : computed]
+            yield from step(core, branch, pending, never, wants_logits=False, residence=self._residence)
 
     def _here_s(self) -> float:
         """The clock without the time for which the turn was preempted."""

@@ -236,12 +236,13 @@ def _work(
         core.stats.tokens_reused += cached_tokens
         core.stats.tokens_shared += min(cached_tokens, branch.borrowed_pages * PAGE_TOKENS) if plan.is_shared else 0
         yield from generation.trim()
-        core.sharing.note(branch)
         usage = {
             "prompt_tokens": generation.prompt_tokens,
             "cached_tokens": cached_tokens,
             "completion_tokens": max(0, len(branch.tokens) - generation.prompt_tokens),
         }
+        yield from generation.keep_rest(may_compute=finish != "cancelled")
+        core.sharing.note(branch)
         request.emit({"type": "usage", **usage})
         began_s = core.clock()
         # a cancelled turn is worth a record when it added text, or KV to what the log has (its fork is let go of else)

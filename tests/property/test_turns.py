@@ -26,6 +26,7 @@ from kvd.scheduler.agents import Branch
 from kvd.scheduler.errors import NotDeleted
 from kvd.store.layout import page_of_file
 from kvd.vm.prefix import common_prefix_bytes
+from kvd.vm.text import Span, TypedText
 from tests.scheduler.fake_model import CONTEXT_TOKENS
 from tests.scheduler.harness import World, content
 from tests.support.examples import SAME_EXAMPLES
@@ -102,6 +103,13 @@ def kept_by(branch: Branch, prompt: bytes) -> int:
     return best
 
 
+def reach_of(branch: Branch, prompt: bytes) -> int:
+    """Tokens that the branch saves: those with KV, and a pending one at its end where the prompt goes past it."""
+    kept = kept_by(branch, prompt)
+    is_pending = kept == len(branch.tokens) == branch.computed + 1
+    return kept if is_pending else min(kept, branch.computed)
+
+
 class TurnMachine(RuleBasedStateMachine):
     """See the module docstring."""
 
@@ -170,10 +178,16 @@ class TurnMachine(RuleBasedStateMachine):
         text = bytes(branch.text)
         assert outcome.streamed == turn.text
         assert text.startswith(prompt.encode())
-        assert (prompt + turn.text).encode().startswith(text)
+        told, made = (prompt + turn.text).encode(), turn.prompt_tokens + turn.completion_tokens
+        if told != text:  # a stop string inside one of the last tokens that there was a place for
+            assert told.startswith(text)
+            rest = TypedText(told[len(text) :], (Span("generated", len(told) - len(text)),))
+            assert turn.completion_tokens + len(self.world.core.encode(rest, at_start=False)[0]) - 1 > max_tokens
         assert not any(each in turn.text for each in stop)
-        assert len(branch.tokens) == turn.prompt_tokens + turn.completion_tokens
-        assert self.world.truth.is_greedy(branch.tokens, turn.prompt_tokens)
+        assert len(branch.tokens) - branch.computed <= 1
+        assert bytes(branch.text[: branch.text_bytes_of(made)]) == told[: branch.text_bytes_of(made)]
+        assert len(branch.tokens) == made or len(text) > branch.text_bytes_of(made)
+        assert self.world.truth.is_greedy(branch.tokens[:made], turn.prompt_tokens)
         if "page lost" not in turn.match_reason:
             exact = {cached - 1 if max_tokens and cached == turn.prompt_tokens else cached for cached in expected}
             if "pages of the namespace" in turn.match_reason or (shared and flawless):
@@ -356,18 +370,21 @@ class TurnMachine(RuleBasedStateMachine):
         return Snapshot.of(self.world.agent(name).branch) if self.world.has(name) else None
 
     def expected_cached(self, name: str, prompt: bytes) -> set[int]:
-        """Tokens a turn may reuse: those of the branch that has most of the prompt's KV."""
+        """Tokens a turn may reuse: those of the branch that has most of the prompt's KV, or is whole but for a step."""
         if not self.world.has(name):
             return {0}
-        return {max(min(kept_by(each, prompt), each.computed) for each in self.world.agent(name).branches.values())}
+        branches = self.world.agent(name).branches.values()
+        most = max(reach_of(each, prompt) for each in branches)
+        best = [each for each in branches if reach_of(each, prompt) == most]
+        whole = [each for each in best if kept_by(each, prompt) == len(each.tokens)]
+        return {min(kept_by(each, prompt), each.computed) for each in whole or best}
 
     def expected_shared(self, name: str, prompt: bytes) -> set[int]:
         """Tokens of whole pages of any agent that hold more of a prompt than the agent's own branches have KV of."""
         if self.world.sharing == "agent":
             return set()
         mine = self.world.agent(name).branches.values() if self.world.has(name) else []
-        kept = {each.branch_id: min(kept_by(each, prompt), each.computed) for each in mine}
-        reach = max((each.text_bytes_of(kept[each.branch_id]) for each in mine), default=0)
+        reach = max((each.text_bytes_of(reach_of(each, prompt)) for each in mine), default=0)
         places = set()
         for agent in self.world.core.agents:
             for branch in agent.branches.values():

@@ -214,6 +214,57 @@ def test_a_stop_string_across_a_page_border_cuts_back_into_the_sealed_page(world
     assert world.generate("a", world.text("a") + " on", max_tokens=2).turn.cached_tokens == branch.computed
 
 
+def longest_word(world: World) -> tuple[int, str]:
+    """The longest token of plain letters behind a blank, and its text."""
+    texts = {token: world.codec.token_bytes(token) for token in range(world.codec.token_count)}
+    words = [token for token, data in texts.items() if data[:1] == b" " and data[1:].isalpha()]
+    token = max(words, key=lambda each: len(texts[each]))
+    return token, texts[token].decode()
+
+
+def test_what_was_told_before_a_stop_string_inside_a_token_is_the_agents(world: World) -> None:
+    """What is injected stands behind the text that the client has, and not before its end; after a crash, too."""
+    token, word = longest_word(world)
+    assert len(word) > 4
+    stop = (word[3:] + word[:2],)
+    outcome = world.generate("a", text_of(2), max_tokens=8, stop=stop, logit_bias=((token, 1e6),))
+    turn, told = outcome.turn, text_of(2) + word[:3]
+    assert (turn.text, outcome.streamed, turn.finish_reason) == (word[:3], word[:3], "stop")
+    assert turn.completion_tokens == 0, "what is encoded anew is no token that the model chose"
+    branch = world.agent("a").branch
+    assert world.text("a") == told
+    assert len(branch.tokens) - branch.computed == 1
+    assert branch.typed.spans[-1].kind == "generated"
+    world.check()
+    world.crash()
+    assert world.inject("a", " And so").turn.match == "extend"
+    assert world.text("a") == told + " And so"
+    again = world.generate("a", told + " And so on", max_tokens=2).turn
+    assert (again.match, again.match_reason) == ("extend", "all stored text matched")
+    assert world.truth.is_greedy(world.agent("a").branch.tokens, again.prompt_tokens)
+
+
+def test_a_stop_string_inside_the_last_token_that_has_a_place(world: World) -> None:
+    """What would need more steps than the turn may take is told and not kept: both sent back are an extension."""
+    token, word = longest_word(world)
+    turn = world.generate("a", text_of(2), stop=(word[-1],), logit_bias=((token, 1e6),), max_tokens=1).turn
+    assert turn.text == word[:-1]
+    ids = world.codec.encode_content(word[:-1])
+    assert world.text("a") == text_of(2) + (turn.text if len(ids) <= 2 else "")
+    assert world.generate("a", text_of(2) + turn.text + " on", max_tokens=1).turn.match == "extend"
+
+
+def test_a_cancelled_answer_holds_what_was_told_of_it_unless_that_takes_a_step(world: World) -> None:
+    """Cancelling is quick; what it leaves is the beginning of what was told."""
+    token, word = longest_word(world)
+    options = {"max_tokens": 8, "stop": (word + "!",), "logit_bias": ((token, 1e6),)}
+    outcome = world.generate("a", text_of(2), cancel_after=4, **options)
+    assert outcome.error is not None
+    assert (text_of(2) + outcome.streamed).startswith(world.text("a"))
+    assert world.agent("a").branch.computed >= len(world.agent("a").branch.tokens) - 1
+    world.check()
+
+
 def test_the_end_token_ends_the_turn_and_is_not_text(world: World) -> None:
     """A control token that ends a generation is never part of the text; everything before it has KV."""
     end = min(world.codec.eos_ids)
