@@ -3,6 +3,7 @@
 A request that offers to go on in another protocol (Java's client offers HTTP/2 with its first one) may be answered as
 what it is, but httptools takes what follows such a head for that other protocol: the body would be missing, or be read
 as a request of its own. So the head is said again without the offer, to h11, which has the connection from then on.
+HTTP/1.0 is h11's, too: uvicorn answers it in chunks here, which it does not know.
 
 May import uvicorn and kvd.gateway.connections.
 """
@@ -16,6 +17,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvd.gateway.connections import MAX_HEAD_BYTES, Patience, Patient
+
+MAX_LINE_BYTES = 8192
+"""A first line of which more has come is read as it comes, whatever its version."""
 
 
 class _Place(Enum):
@@ -35,9 +39,21 @@ class Swift(Patience, HttpToolsProtocol):
     _has_moved = False
     _is_handed_over = False
     _reading = b""
+    _first: bytes | None = b""
+    """What came before the end of the connection's first line, which says the version; None when it is known."""
 
     def data_received(self, data: bytes) -> None:
         """Read, and look whether the head is there and how long it is."""
+        if self._first is not None:
+            self._first += data
+            line, end, _ = self._first.lstrip(b"\r\n").partition(b"\n")
+            if not end and line[:1].isalpha() and len(line) < MAX_LINE_BYTES:
+                self._wait_for_head()
+                return
+            data, self._first = self._first, None
+            if line.rstrip().endswith(b" HTTP/1.0"):
+                self._hand_over(data)
+                return
         self._has_moved = False
         self._reading = data
         super().data_received(data)
@@ -88,13 +104,17 @@ class Swift(Patience, HttpToolsProtocol):
         ]
         version = self.scope["http_version"].encode()
         head = b"%b %b HTTP/%b\r\n" % (self.scope["method"].encode(), self.url, version)
+        self._hand_over(head + b"".join(lines) + b"\r\n" + rest)
+
+    def _hand_over(self, data: bytes) -> None:
+        """Let h11 have the connection, beginning with this."""
         self._is_handed_over = True
         self._stop_waiting()
         self.connections.discard(self)
         heir = Patient(self.config, self.server_state, self.app_state, self.loop)
         heir.connection_made(self.transport)
         self.transport.set_protocol(heir)
-        heir.data_received(head + b"".join(lines) + b"\r\n" + rest)
+        heir.data_received(data)
 
     # ---- the parser calls these ----
 

@@ -24,6 +24,7 @@ from kvd.attention.select import (
     select_backend,
     self_test,
     suitable_backends,
+    times_ms,
 )
 from kvd.native import KernelUnavailable
 from kvd.quant.spec import named_format
@@ -110,6 +111,26 @@ def test_order_of_preference_does_not_beat_speed() -> None:
     assert choice.timings_ms["slow"] > choice.timings_ms["mlx"]
     named = select_backend("slow", [probe()], slow_first)
     assert (named.backend.name, named.timings_ms) == ("slow", {})
+
+
+def test_backends_take_turns_while_they_are_timed() -> None:
+    """What else the machine does for a while meets all of them: the choice is kept for good."""
+    turns: list[str] = []
+
+    class Noted(MlxBackend):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def attend(self, *args, **options) -> AttentionOutput:
+            turns.append(self.name)
+            return super().attend(*args, **options)
+
+    found = times_ms({"one": Noted("one"), "other": Noted("other")}, probe())
+    assert turns == ["one", "other"] * (len(turns) // 2)
+    assert len(turns) >= 12
+    assert set(found) == {"one", "other"}
+    assert min(found.values()) > 0
 
 
 @pytest.mark.parametrize(

@@ -228,3 +228,31 @@ def test_what_two_readers_could_read_in_two_ways_is_refused(scripted: ScriptedDa
     with gateway(scripted.path, loop=loop) as served:  # type: ignore[attr-defined]
         assert answered(served, raw).startswith(b"HTTP/1.1 400")
     assert scripted.of("chat") == []
+
+
+@pytest.mark.parametrize("cut", [None, 3, 40])
+def test_streams_of_http_1_0_are_not_in_chunks(scripted: ScriptedDaemon, loop: Loop, cut: int | None) -> None:
+    """P40: a client of that version reads to the end of the connection, and would take chunks' lengths for text."""
+    body = CHAT.replace(b"{", b'{"stream":true,', 1)
+    whole = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"content-length: %d\r\n\r\n" % len(body) + body
+    with gateway(scripted.path, loop=loop) as served:  # type: ignore[attr-defined]
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as end:
+            for piece in (whole[:cut], whole[cut:]) if cut else (whole,):
+                end.sendall(piece)
+                time.sleep(0.02)
+            found = b""
+            while data := end.recv(65536):
+                found += data
+    head, _, told = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), found
+    assert b"transfer-encoding" not in head.lower()
+    assert told.startswith(b"data: {")
+    assert told.endswith(b"data: [DONE]\n\n")
+
+
+def test_what_is_no_request_is_refused_at_once(scripted: ScriptedDaemon, loop: Loop) -> None:
+    """P40: of a first line that is not there yet nothing is waited for that cannot be one; TLS begins like this."""
+    with gateway(scripted.path, loop=loop) as served:  # type: ignore[attr-defined]
+        for said in (b"\x16\x03\x01\x02\x00\x01", b"GET " + b"x" * 70_000):
+            assert answered(served, said).startswith(b"HTTP/1.1 400"), said[:10]
