@@ -108,7 +108,7 @@ class AgentInfo:
         swapped_pages: pages that its next step needs and that are only on disk.
         behind_window_pages: pages that no step sees any more, since they lie before the window of their layers.
         pinned: the user pinned it.
-        durable: everything it has survives a crash.
+        durable: its text and tokens survive a crash, and their KV but for what was given up for a quota.
         kv_format: page format.
         server: every other field the daemon sent.
     """
