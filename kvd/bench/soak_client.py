@@ -35,9 +35,6 @@ REFUSALS: Final = (AgentBusy, BudgetExceeded, Busy, ContextFull)
 RETURN_S: Final = 120.0
 """How long a killed daemon may take to come back."""
 
-TOKENS_OF_ONE: Final = 3
-"""What stands before a stop string inside a token is encoded anew, in so many tokens or less, but for rarities."""
-
 ODD_PIECES: Final = (
     "naïve café ",
     "日本語の文章。",
@@ -251,9 +248,8 @@ class SoakClient:
         if result.text != "".join(streamed):
             raise Violation(f"{before.agent} streamed {''.join(streamed)!r} and answered {result.text!r}")
         self._count(result)
-        # of the last tokens that there was a place for, what stands before a stop string inside one may not be kept
-        is_last = result.completion_tokens >= options["max_tokens"] - TOKENS_OF_ONE
-        least = prompt if is_last and result.finish_reason == "stop" and options.get("stop") else None
+        # what stands before a stop string inside a token is kept where it is one token
+        least = prompt if result.finish_reason == "stop" and options.get("stop") else None
         self.shelf.put(
             before.answered(prompt + result.text, durable=result.durable, daemon_pid=self.daemon_pid, least=least)
         )

@@ -313,7 +313,6 @@ class Soak:
 
     def _check_bytes(self, client: Client) -> None:
         """Books and files agree, once no file is let go of between the two looks: that is done when nothing else is."""
-
         found: list[str] = []
 
         def agree() -> bool:

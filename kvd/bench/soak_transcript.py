@@ -128,8 +128,8 @@ class Transcript:
             text: all of it, or what it is the beginning of.
             durable: as the daemon said.
             daemon_pid: which daemon it was.
-            least: what is there of it for sure; all if left out. A stop string may end a turn inside the last token
-                that it has a place for, whose text before the stop string is given out and not kept.
+            least: what is there of it for sure; all if left out. A stop string may end a turn inside a token, whose
+                text before the stop string is given out and perhaps not kept.
         """
         claim = Claim(text if least is None else least, text)
         return replace(

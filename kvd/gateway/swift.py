@@ -3,7 +3,7 @@
 A request that offers to go on in another protocol (Java's client offers HTTP/2 with its first one) may be answered as
 what it is, but httptools takes what follows such a head for that other protocol: the body would be missing, or be read
 as a request of its own. So the head is said again without the offer, to h11, which has the connection from then on.
-HTTP/1.0 is h11's, too: uvicorn answers it in chunks here, which it does not know.
+A connection whose first request is of HTTP/1.0 is h11's, too: uvicorn would answer it in chunks here.
 
 May import uvicorn and kvd.gateway.connections.
 """
@@ -47,12 +47,13 @@ class Swift(Patience, HttpToolsProtocol):
         if self._first is not None:
             self._first += data
             line, end, _ = self._first.lstrip(b"\r\n").partition(b"\n")
-            if not end and line[:1].isalpha() and len(line) < MAX_LINE_BYTES:
+            may_go_on = not line or line[:1].isalpha()
+            if not end and may_go_on and len(self._first) < MAX_LINE_BYTES:
                 self._wait_for_head()
                 return
             data, self._first = self._first, None
             if line.rstrip().endswith(b" HTTP/1.0"):
-                self._hand_over(data)
+                self._hand_over(data.lstrip(b"\r\n"))
                 return
         self._has_moved = False
         self._reading = data

@@ -21,6 +21,7 @@ import os
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ CACHE_VARIABLE: Final = "KVD_KERNEL_CACHE"
 """Folder of compiled kernels; empty for none."""
 
 _DIGEST_BYTES: Final = 32
+
+_linking: Final = threading.Lock()
+"""There is one linker, whoever asks first: code in a second one would go with it."""
 
 _numbers: Final = itertools.count()
 """Of linked libraries, whose names are used once."""
@@ -103,7 +107,8 @@ def _link(symbol: str, code: bytes) -> int:
         RuntimeError: it is no object code, or lacks a symbol.
     """
     library = llvm.JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol(symbol)
-    linked = library.link(_linker(), f"{symbol}_{next(_numbers)}")
+    with _linking:
+        linked = library.link(_linker(), f"{symbol}_{next(_numbers)}")
     linked.detach()  # it is not unlinked when this object goes
     return int(linked[symbol])
 

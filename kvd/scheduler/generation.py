@@ -3,7 +3,7 @@
 The steps themselves are run by the engine, together with those of other requests: at each the turn waits, and before
 each it may be preempted (`kvd.scheduler.residence`).
 
-Owner: the engine thread. May import kvd.model (through the core), kvd.vm.events, kvd.vm.text and siblings.
+Owner: the engine thread. May import kvd.errors, kvd.model (through the core), kvd.vm.events, kvd.vm.text and siblings.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
+from kvd.errors import KvdError
 from kvd.scheduler.agents import Branch
 from kvd.scheduler.logprobs import entry
 from kvd.scheduler.requests import FinishReason
@@ -310,34 +311,28 @@ class Generation:
         else:
             yield from cut_held(self._core, branch, tokens, never)
 
-    def keep_rest(self, *, may_compute: bool) -> Waiting:
+    def keep_rest(self) -> None:
         """Let the branch hold what was told and is no whole token: what stands before a stop string inside one.
 
         So the agent has the very text that its client has, and what is appended to it stands behind that. It is encoded
-        anew, in few tokens, all but the last of which are computed here, as the last sampled one is pending, too. They
-        are no tokens that the model chose: nothing counts them. After `trim`.
-
-        Args:
-            may_compute: else nothing is kept for which a step is needed.
-
-        Raises:
-            Cancelled, Busy, KvdError: as `step`.
+        anew; where that gives one token, which then is pending as a sampled one would be, it is kept. More would need a
+        step, and a turn that is over does not fail for want of one. It is no token that the model chose: nothing counts
+        it. After `trim`.
         """
         core, branch = self._core, self._branch
+        if len(branch.tokens) < self.prompt_tokens or branch.computed < len(branch.tokens):
+            return  # cut inside the prompt, since KV was lost, or a token is pending
         told, prompt_bytes = self.text.encode(), branch.text_bytes_of(self.prompt_tokens)
         kept = bytes(branch.text[prompt_bytes:])
-        if branch.behind or len(told) <= len(kept) or not told.startswith(kept):
+        if len(told) <= len(kept) or not told.startswith(kept):
             return
-        rest = told[len(kept) :]
-        ids, lengths = core.encode(TypedText(rest, (Span("generated", len(rest)),)), at_start=False)
-        computed = len(branch.tokens) + len(ids) - 1
-        is_in_reach = computed <= self.prompt_tokens + self._state.request.max_tokens  # what the turn has a place for
-        if not is_in_reach or (branch.computed < computed and not may_compute):
+        rest = TypedText(told[len(kept) :], (Span("generated", len(told) - len(kept)),))
+        try:
+            ids, lengths = core.encode(rest, at_start=False)
+        except KvdError:  # a vocabulary need not have every text
             return
-        branch.append("generated", rest, ids, lengths)
-        if branch.computed < computed:
-            pending = branch.tokens[branch.computed : computed]
-            yield from step(core, branch, pending, never, wants_logits=False, residence=self._residence)
+        if len(ids) == 1:
+            branch.append_typed(rest, ids, lengths)
 
     def _here_s(self) -> float:
         """The clock without the time for which the turn was preempted."""

@@ -35,7 +35,7 @@ class Plan:
 
     Attributes:
         source: branch that keeps most of the prompt.
-        match: how they compare; the kind is that of the agent's own best branch in any case.
+        match: how they compare; the kind is that of the agent's own text in any case (see `best_match`).
         prompt: the agent's whole text, with what is added.
         suffix: text to add after what is kept.
         ids: its token ids.

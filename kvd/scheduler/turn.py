@@ -241,7 +241,7 @@ def _work(
             "cached_tokens": cached_tokens,
             "completion_tokens": max(0, len(branch.tokens) - generation.prompt_tokens),
         }
-        yield from generation.keep_rest(may_compute=finish != "cancelled")
+        generation.keep_rest()
         core.sharing.note(branch)
         request.emit({"type": "usage", **usage})
         began_s = core.clock()

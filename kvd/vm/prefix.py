@@ -179,8 +179,9 @@ def best_match(branches: Mapping[int, StoredText], prompt: TypedText, current: i
     any case. Then one that need not be forked wins, then most ids, then the current branch, then the one with the
     highest number (the latest).
 
-    Where the current branch matches whole and its KV was lost, another that goes on otherwise may save more. The match
-    is then named after the current branch all the same: nothing that the client was told has changed.
+    Where the current branch matches whole, another that goes on otherwise may save more: it agrees further, or KV of
+    the current one was lost. The match is then named after the current branch all the same: nothing that the client was
+    told has changed.
 
     Args:
         branches: what each branch of the agent holds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -244,24 +245,51 @@ def test_what_was_told_before_a_stop_string_inside_a_token_is_the_agents(world: 
     assert world.truth.is_greedy(world.agent("a").branch.tokens, again.prompt_tokens)
 
 
-def test_a_stop_string_inside_the_last_token_that_has_a_place(world: World) -> None:
-    """What would need more steps than the turn may take is told and not kept: both sent back are an extension."""
+def test_what_would_be_several_tokens_is_told_and_not_kept(world: World) -> None:
+    """All but one of them would need a step, which a turn that is over must not depend on; both are an extension."""
     token, word = longest_word(world)
-    turn = world.generate("a", text_of(2), stop=(word[-1],), logit_bias=((token, 1e6),), max_tokens=1).turn
-    assert turn.text == word[:-1]
-    ids = world.codec.encode_content(word[:-1])
-    assert world.text("a") == text_of(2) + (turn.text if len(ids) <= 2 else "")
-    assert world.generate("a", text_of(2) + turn.text + " on", max_tokens=1).turn.match == "extend"
+    encode = world.core.encode
+
+    def by_characters(typed: TypedText, *, at_start: bool) -> tuple[list[int], list[int]]:
+        if [span.kind for span in typed.spans] != ["generated"]:
+            return encode(typed, at_start=at_start)
+        ids = [world.codec.encode_content(character)[0] for character in typed.data.decode()]
+        return ids, [1] * len(ids)
+
+    world.core.encode = by_characters  # type: ignore[method-assign]
+    options: dict[str, Any] = {"max_tokens": 8, "stop": (word[3:] + word[:2],), "logit_bias": ((token, 1e6),)}
+    outcome = world.generate("a", text_of(2), **options)
+    assert (outcome.error, outcome.turn.text) == (None, word[:3])
+    assert world.text("a") == text_of(2)
+    world.check()
+    world.core.encode = encode  # type: ignore[method-assign]
+    assert world.generate("a", text_of(2) + word[:3] + " on", max_tokens=1).turn.match == "extend"
 
 
-def test_a_cancelled_answer_holds_what_was_told_of_it_unless_that_takes_a_step(world: World) -> None:
-    """Cancelling is quick; what it leaves is the beginning of what was told."""
-    token, word = longest_word(world)
-    options = {"max_tokens": 8, "stop": (word + "!",), "logit_bias": ((token, 1e6),)}
-    outcome = world.generate("a", text_of(2), cancel_after=4, **options)
-    assert outcome.error is not None
-    assert (text_of(2) + outcome.streamed).startswith(world.text("a"))
-    assert world.agent("a").branch.computed >= len(world.agent("a").branch.tokens) - 1
+def test_a_turn_cancelled_while_its_kv_was_away_keeps_nothing_that_was_not_there(world: World) -> None:
+    """KV that was lost cuts the agent inside the prompt: what was told stands behind all of that, or not at all."""
+    prompt, (token, _) = text_of(20), longest_word(world)
+    seen: list[str] = []
+
+    def preempt_and_cancel(state: TurnState) -> None:
+        residence = state.residence
+        branch = None if residence is None else residence._branch
+        if residence is None or branch is None:
+            return
+        if branch.computed > PAGE_TOKENS and not seen:
+            seen.append("wanted")
+            state.slot_wanted = True
+        elif residence.is_away and seen == ["wanted"]:
+            residence._drop_tails(branch)
+            seen.append("cancelled")
+            state.cancelled = True
+
+    options: dict[str, Any] = {"stop": ("zzzz",), "logit_bias": ((token, 1e6),)}
+    outcome = world.generate("a", prompt, max_tokens=30, on_step=preempt_and_cancel, **options)
+    assert isinstance(outcome.error, Cancelled)
+    assert seen == ["wanted", "cancelled"]
+    assert len(world.agent("a").branch.tokens) <= PAGE_TOKENS
+    assert (prompt + outcome.streamed).startswith(world.text("a"))
     world.check()
 
 
